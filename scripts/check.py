@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomllib
+from check_identifiers import check_identifiers
 from check_pages import check_pages
 from check_use import Trees, check_use
 
@@ -420,8 +421,10 @@ def findings(root: Path) -> list[str]:
     files = all_files(root)
     paths = [name for name in files if Path(name).suffix in CODE or name == "Makefile"]
     for path in paths:
-        lines = (root / path).read_text().splitlines()
+        text = (root / path).read_text()
+        lines = text.splitlines()
         if Path(path).suffix in CXX:
+            found += check_identifiers(path, text)
             found += check_includes(path, lines, architecture)
             found += check_products(path, lines)
         found += check_place(path, architecture.rooms)

@@ -214,6 +214,29 @@ _modicum.rename(a, b), os.path.join(a, b), os.readlink(a)
         self.accepts({"tests/test_ranks.py": GOOD["tests/test_ranks.py"] + text})
 
 
+class Names(Check):
+    def test_a_word_that_is_no_identifier(self) -> None:
+        path = "modicum/io/posix.cc"
+        self.source(path, "\nvoid f(int of) {\n}\n", f"{path}:2: 'of' is no identifier")
+        for text in ("int one = 1;", "of_.call();", "{.held = 2};", "x.into(y);"):
+            self.source(path, f"{text}\n", "is no identifier: name what it is")
+
+    def test_literals_and_comments_are_free(self) -> None:
+        text = """\
+// one of its own, as given
+const char *a = "one \\" of", *b = R"(how "into" one)", c = 'o';  /* told
+made */
+int held_bytes = 8'000 + 0x1'0F, state_of = 1;  // the watcher's own
+"""
+        self.accepts({"modicum/io/posix.cc": text, "scripts/mutants.py": "one = 1\n"})
+
+    def test_a_participle_alone_is_no_type_name(self) -> None:
+        path = "modicum/io/posix.cc"
+        for text in ("struct Held {};", "class Stored;", "using Found = int;", "enum class Told;"):
+            self.source(path, f"{text}\n", "is no type name: use a noun")
+        self.accepts({path: "struct HeldShard {};\nTEST(Stored, Tensors);\n"})
+
+
 class Table(Check):
     def test_no_table(self) -> None:
         self.page("| room |", "| chamber |", "no table of rooms")

@@ -14,9 +14,9 @@ void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
   return std::malloc(bytes > 0 ? bytes : 1);
 }
 void* operator new(size_t bytes) {
-  if (void* const made = operator new(bytes, std::nothrow)) return made;
+  if (void* const allocation = operator new(bytes, std::nothrow)) return allocation;
   throw std::bad_alloc();
 }
-void operator delete(void* of) noexcept { std::free(of); }
-void operator delete(void* of, size_t) noexcept { std::free(of); }
-void operator delete(void* of, const std::nothrow_t&) noexcept { std::free(of); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }

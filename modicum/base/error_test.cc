@@ -22,12 +22,12 @@ TEST(Error, EveryCategoryHasAUniqueNameAndAnExitCode) {
 // The enum and the table of names are two lists. Of FORMAT and INDEX, the first and the last
 // category are compared; of the rest, every one.
 TEST(Error, TheTableIsInTheOrderOfTheEnum) {
-  struct Wanted {
+  struct CategoryRow {
     Category category;
     std::string_view name;
     int exit_code;
   };
-  const Wanted all[] = {
+  const CategoryRow all[] = {
       {Category::format_trunc, "FORMAT.TRUNC", 10},
       {Category::format_pickle, "FORMAT.PICKLE", 10},
       {Category::index_json, "INDEX.JSON", 11},
@@ -48,7 +48,7 @@ TEST(Error, TheTableIsInTheOrderOfTheEnum) {
       {Category::internal, "INTERNAL", 70},
       {Category::cancelled, "CANCELLED", 130},
   };
-  for (const Wanted& wanted : all) {
+  for (const CategoryRow& wanted : all) {
     EXPECT_EQ(category_name(wanted.category), wanted.name);
     EXPECT_EQ(exit_code(wanted.category), wanted.exit_code) << wanted.name;
   }

@@ -51,7 +51,7 @@ TEST(FunctionRef, CallsTheObjectItselfAndNoCopyOfIt) {
 TEST(FunctionRef, PassesArgumentsAndResultsOn) {
   std::string text = "a";
   FunctionRef<std::string&(std::string&)>(
-      [](std::string& given) -> std::string& { return given += "b"; })(text) += "c";
+      [](std::string& argument) -> std::string& { return argument += "b"; })(text) += "c";
   EXPECT_EQ(text, "abc");
   const auto unwrap = [](std::unique_ptr<int> owned) { return *owned; };
   EXPECT_EQ((FunctionRef<int(std::unique_ptr<int>)>(unwrap)(std::make_unique<int>(4))), 4);

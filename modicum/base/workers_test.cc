@@ -33,16 +33,16 @@ TEST(RunWorkers, ThreadsRunOnTheCallersCpus) {
   if (usable_cpus() < 2) GTEST_SKIP() << "one CPU";
   cpu_set_t before;
   ASSERT_EQ(sched_getaffinity(0, sizeof before, &before), 0);
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(sched_getcpu(), &one);
-  ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+  cpu_set_t cpu;
+  CPU_ZERO(&cpu);
+  CPU_SET(sched_getcpu(), &cpu);
+  ASSERT_EQ(sched_setaffinity(0, sizeof cpu, &cpu), 0);
   std::array<cpu_set_t, 4> affinity_of{};
   run_workers(4, [&](int worker) {
     sched_getaffinity(0, sizeof(cpu_set_t), &affinity_of[static_cast<size_t>(worker)]);
   });
   ASSERT_EQ(sched_setaffinity(0, sizeof before, &before), 0);
-  for (const cpu_set_t& cpus : affinity_of) EXPECT_TRUE(CPU_EQUAL(&cpus, &one));
+  for (const cpu_set_t& cpus : affinity_of) EXPECT_TRUE(CPU_EQUAL(&cpus, &cpu));
 }
 
 TEST(RunWorkers, OneWorkerNeedsNoThread) {

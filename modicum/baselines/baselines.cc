@@ -13,7 +13,7 @@ constexpr int64_t kMostParams = 32 * 1024 * 1024;      // per rank; far larger t
 constexpr uint64_t kUnfusedBytes = 4 + 4 + 4 + 4 + 2;  // master, gradient, moments, bf16 copy
 
 // State of the unfused step over `n` parameters: four fp32 arrays, and `out`, the bf16 copy.
-struct Unfused {
+struct UnfusedState {
   int64_t n;
   std::byte* master;
   std::byte* grad;
@@ -21,7 +21,7 @@ struct Unfused {
   std::byte* exp_avg_sq;
   std::byte* out;
 
-  Unfused(std::span<std::byte> memory, int64_t params)
+  UnfusedState(std::span<std::byte> memory, int64_t params)
       : n(params),
         master(memory.data()),
         grad(master + 4 * n),
@@ -44,7 +44,8 @@ void pass(int threads, int64_t n, const Fn& fn) {
   });
 }
 
-void unfused_step(const Unfused& state, int threads, const AdamNumbers& numbers, float unscale) {
+void unfused_step(const UnfusedState& state, int threads, const AdamNumbers& numbers,
+                  float unscale) {
   const auto grad = [&](int64_t at) { return reinterpret_cast<float*>(state.grad) + at; };
   pass(threads, state.n, [&](int, int64_t at, int64_t n) { scale(grad(at), unscale, n); });
   std::vector<GradNorm> norms(static_cast<size_t>(threads));
@@ -141,7 +142,7 @@ AdamWSpec fused_spec(const BaselineTask& task) {
 }
 
 // Gives the fused step the gradients of the unfused step.
-void deliver(AdamW& state, int threads, const Unfused& from) {
+void deliver(AdamW& state, int threads, const UnfusedState& from) {
   pass(threads, from.n, [&](int, int64_t at, int64_t n) {
     state.arrive({0, at, n, from.grad + 4 * at, DType::f32});
   });
@@ -171,7 +172,7 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
   const int64_t n = params_of(task);
   const Buffer memory =
       ledger.charge(Purpose::staging, static_cast<uint64_t>(n) * kUnfusedBytes, task.threads);
-  const Unfused unfused(memory.bytes(), n);
+  const UnfusedState unfused(memory.bytes(), n);
   const Buffer ring = ledger.charge(Purpose::staging, task.ring_bytes);
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
   AdamW fused(fused_spec(task), ledger, task.threads);

@@ -176,7 +176,7 @@ class ConfigReader {
   }
 
   // A value that the forecast needs, and that the file lacks or leaves as a text such as "auto".
-  struct Missing {
+  struct MissingValue {
     std::string key;
     std::string got;
     std::string_view remedy;
@@ -214,22 +214,23 @@ class ConfigReader {
   void require_values() {
     const auto is_missing = [&](std::string_view key) {
       return std::any_of(missing_.begin(), missing_.end(),
-                         [key](const Missing& of) { return of.key == key; });
+                         [key](const MissingValue& missing) { return missing.key == key; });
     };
     if (has_open_batch_ && !accumulation_ && !is_missing(kAccumulation)) {
       missing_.push_back({std::string(kAccumulation), "none", kAccumulationRemedy});
     }
     if (low_precision_) {  // then "auto" in the other section can only mean false
-      std::erase_if(missing_, [](const Missing& of) { return of.remedy == kPrecisionRemedy; });
+      std::erase_if(missing_,
+                    [](const MissingValue& missing) { return missing.remedy == kPrecisionRemedy; });
     } else if (!is_missing("bf16.enabled") && !is_missing("fp16.enabled")) {
       missing_.push_back({"bf16.enabled", "neither it nor fp16.enabled", kPrecisionRemedy});
     }
     if (missing_.empty()) return;
     std::string keys, got;
-    for (const Missing& of : missing_) {
+    for (const MissingValue& missing : missing_) {
       const std::string_view comma = keys.empty() ? "" : ", ";
-      keys += fmt::format("{}'{}' ({})", comma, of.key, of.remedy);
-      got += fmt::format("{}{}: {}", comma, of.key, of.got);
+      keys += fmt::format("{}'{}' ({})", comma, missing.key, missing.remedy);
+      got += fmt::format("{}{}: {}", comma, missing.key, missing.got);
     }
     fail(Category::unsupported, fmt::format("the forecast needs values for {}", keys),
          {.expected = "the Trainer's values in ds_config.json, or in Python "
@@ -268,7 +269,7 @@ class ConfigReader {
   bool low_precision_ = false;
   bool has_open_batch_ = false;  // a batch size is "auto"
   std::optional<int64_t> accumulation_, batch_, micro_batch_;
-  std::vector<Missing> missing_;
+  std::vector<MissingValue> missing_;
 };
 
 // ---- the lines of the forecast
@@ -319,24 +320,25 @@ class Forecast {
   Forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
            const DeepSpeedWorld& world)
       : config_(config), sizes_(sizes), ranks_(world.ranks), baseline_bytes_(world.baseline_bytes) {
-    of_.version = kDeepSpeedVersion;
-    of_.stage = config.stage;
-    of_.ranks_of_node = world.ranks_of_node;
+    forecast_.version = kDeepSpeedVersion;
+    forecast_.stage = config.stage;
+    forecast_.ranks_of_node = world.ranks_of_node;
     for (const int64_t size : sizes) {
-      of_.params += static_cast<uint64_t>(size);
+      forecast_.params += static_cast<uint64_t>(size);
       largest_ = std::max(largest_, static_cast<uint64_t>(size));
-      if (config_.stage == 3) of_.params_of_rank += static_cast<uint64_t>(ceil_div(size, ranks_));
+      if (config_.stage == 3)
+        forecast_.params_of_rank += static_cast<uint64_t>(ceil_div(size, ranks_));
     }
     if (config_.stage == 3) return;
-    const auto total = static_cast<int64_t>(of_.params);
-    of_.params_of_rank =
+    const auto total = static_cast<int64_t>(forecast_.params);
+    forecast_.params_of_rank =
         static_cast<uint64_t>(config_.stage == 0 ? total : ceil_div(total, ranks_));
   }
 
   void own_lines() {
     for (const PerParam& buffer : buffers_of(config_)) {
       add({buffer.name, "deepspeed", buffer.phase, buffer.purpose},
-          buffer.bytes * of_.params_of_rank);
+          buffer.bytes * forecast_.params_of_rank);
     }
     if (config_.stage < 3) {
       add({kTempGradBuffer, "deepspeed", "init", "staging"}, 2 * largest_);
@@ -365,7 +367,7 @@ class Forecast {
   void fork_lines(bool persistent) {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (buffer.is_pinned) continue;
-      const uint64_t bytes = buffer.bytes * of_.params_of_rank;
+      const uint64_t bytes = buffer.bytes * forecast_.params_of_rank;
       const std::string name = fmt::format("{}, copied when written", buffer.name);
       if (buffer.phase == "init") {
         add({name, "fork", "step_1", "fork"}, bytes);
@@ -377,14 +379,15 @@ class Forecast {
 
   void our_lines() {
     for (const StateFormatRow& row : state_formats()) {
-      const ShardSpec shard{.fqn = "all", .runs = {{0, static_cast<int64_t>(of_.params_of_rank)}}};
+      const ShardSpec shard{.fqn = "all",
+                            .runs = {{0, static_cast<int64_t>(forecast_.params_of_rank)}}};
       AdamWCount count(row.format, {AdamOptions{}});
-      if (of_.params_of_rank > 0) count.add(shard, true);
-      of_.ours.push_back({row.format, count.footprint().total()});
+      if (forecast_.params_of_rank > 0) count.add(shard, true);
+      forecast_.ours.push_back({row.format, count.footprint().total()});
     }
   }
 
-  DeepSpeedForecast take() { return std::move(of_); }
+  DeepSpeedForecast take() { return std::move(forecast_); }
 
  private:
   // The bytes that rounding adds to a buffer. Stages 1 and 2 make one request for the partition,
@@ -397,27 +400,27 @@ class Forecast {
         sum += rounding_of(buffer.bytes * static_cast<uint64_t>(size));
       return sum / static_cast<uint64_t>(ranks_);
     }
-    const uint64_t part =
-        config_.stage < 3 ? of_.params_of_rank : static_cast<uint64_t>(config_.sub_group_size);
-    const uint64_t whole_parts = part == 0 ? 0 : of_.params_of_rank / part;
-    const uint64_t rest = of_.params_of_rank - whole_parts * part;
+    const uint64_t part = config_.stage < 3 ? forecast_.params_of_rank
+                                            : static_cast<uint64_t>(config_.sub_group_size);
+    const uint64_t whole_parts = part == 0 ? 0 : forecast_.params_of_rank / part;
+    const uint64_t rest = forecast_.params_of_rank - whole_parts * part;
     return whole_parts * rounding_of(part * buffer.bytes) +
            (rest > 0 ? rounding_of(rest * buffer.bytes) : 0);
   }
 
-  struct Named {
+  struct LineLabels {
     std::string_view name, owner, phase, purpose;  // of a line
   };
-  void add(const Named& of, uint64_t bytes) {
-    of_.lines.push_back(
-        {std::string(of.name), of.owner, of.phase, of.purpose, of_.per_param(bytes), bytes});
+  void add(const LineLabels& labels, uint64_t bytes) {
+    forecast_.lines.push_back({std::string(labels.name), labels.owner, labels.phase, labels.purpose,
+                               forecast_.per_param(bytes), bytes});
   }
 
   const DeepSpeedConfig& config_;
   const std::span<const int64_t> sizes_;
   const int ranks_;
   const uint64_t baseline_bytes_;
-  DeepSpeedForecast of_;
+  DeepSpeedForecast forecast_;
   uint64_t largest_ = 0;
 };
 

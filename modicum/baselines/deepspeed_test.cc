@@ -36,8 +36,8 @@ DeepSpeedForecast forecast(const std::string& config, int workers = 0, bool pers
                             {ranks, ranks, workers, persistent});
 }
 
-double per_param(const DeepSpeedForecast& of, std::string_view phase) {
-  return of.per_param(of.bytes_at(phase));
+double per_param(const DeepSpeedForecast& forecast, std::string_view phase) {
+  return forecast.per_param(forecast.bytes_at(phase));
 }
 
 // The numbers are the measured bytes per parameter of the process tree of one rank. The tolerances
@@ -101,10 +101,10 @@ TEST(DeepSpeed, WithoutOffloadTheHostHoldsNothing) {
 }
 
 TEST(DeepSpeed, ReportsOurFormatsForComparison) {
-  const DeepSpeedForecast of = forecast(config_of(2, kPageable), 0, false, 4);
-  ASSERT_EQ(of.ours.size(), state_formats().size());
-  EXPECT_NEAR(of.per_param(of.ours.front().bytes), 16, 0.01);
-  EXPECT_NEAR(of.per_param(of.ours.back().bytes), 7.0625, 0.01);
+  const DeepSpeedForecast result = forecast(config_of(2, kPageable), 0, false, 4);
+  ASSERT_EQ(result.ours.size(), state_formats().size());
+  EXPECT_NEAR(result.per_param(result.ours.front().bytes), 16, 0.01);
+  EXPECT_NEAR(result.per_param(result.ours.back().bytes), 7.0625, 0.01);
 }
 
 TEST(DeepSpeed, AccumulationIsDerivedFromTheBatchSizes) {

@@ -47,15 +47,15 @@ std::optional<std::string> blob_sha256(FileSystem& files, const std::string& pat
 }
 
 std::vector<std::string> own_directories(FileSystem& files, const std::string& directory) {
-  std::vector<std::string> own = {files.real_path(directory)};
-  const size_t model = own[0].rfind("/snapshots/");
-  if (model == std::string::npos) return own;
-  const std::string cached = own[0].substr(0, model);
+  std::vector<std::string> directories = {files.real_path(directory)};
+  const size_t model = directories[0].rfind("/snapshots/");
+  if (model == std::string::npos) return directories;
+  const std::string cached = directories[0].substr(0, model);
   const std::string blobs = join_path(cached, "blobs");
   if (base_name(cached).starts_with("models--") && files.is_directory(blobs)) {
-    own.push_back(files.real_path(blobs));
+    directories.push_back(files.real_path(blobs));
   }
-  return own;
+  return directories;
 }
 
 void check_sha256(FileSystem& files, const std::string& path, const std::string& expected,

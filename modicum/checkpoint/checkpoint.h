@@ -128,7 +128,7 @@ std::string config_of(const std::string& config, const NewForm& form);
 class FormTally {
  public:
   // `stored` is the tensor of the source from which `saved` was made, or null.
-  void add(const TensorSpec& saved, const Stored* stored);
+  void add(const TensorSpec& saved, const StoredTensor* stored);
   std::optional<NewForm> new_form() const;
 
  private:

@@ -26,7 +26,7 @@ namespace {
 void open(MemoryFileSystem& files) {
   const Checkpoint checkpoint = open_checkpoint(files, "dir");
   const Manifest& manifest = checkpoint.manifest;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     MODICUM_ASSERT(stored.at.bytes() == checked_bytes(stored.spec.dtype, stored.spec.shape));
     MODICUM_ASSERT(stored.at.end <= manifest.files[stored.at.file].identity.size_bytes);
   }
@@ -45,11 +45,11 @@ void continue_conversion(const std::string& journal) {
   files.put("/.out.partial/a", "four");
   Hasher hasher;
   hasher.add("inputs");
-  ConversionJournal made(files, "/out",
-                         {hasher.digest(), {}, [](const StepOwner&) { return true; }});
-  const ConvertedFile* const file = made.finished("a", 4);
+  ConversionJournal conversion(files, "/out",
+                               {hasher.digest(), {}, [](const StepOwner&) { return true; }});
+  const ConvertedFile* const file = conversion.finished("a", 4);
   MODICUM_ASSERT(file == nullptr || file->bytes == 4);
-  made.recorded();
+  conversion.recorded();
 }
 
 void parse(char kind, const std::string& text) {

@@ -120,7 +120,7 @@ std::string config_of(const std::string& config, const NewForm& form) {
   return text;
 }
 
-void FormTally::add(const TensorSpec& saved, const Stored* stored) {
+void FormTally::add(const TensorSpec& saved, const StoredTensor* stored) {
   if (!is_castable(saved.dtype)) {  // FP8 codes, or a dtype that is never cast
     has_codes_ = has_codes_ || (stored != nullptr && stored->scale);
     return;
@@ -155,14 +155,14 @@ Companions copy_companions(const Checkpoint& source, const std::vector<std::stri
                            const std::string& directory) {
   Companions all;
   if (names.empty()) return all;
-  const std::vector<std::string> own = own_directories(*source.files, source.directory);
+  const std::vector<std::string> directories = own_directories(*source.files, source.directory);
   for (const std::string& name : names) {
     const std::string from = join_path(source.directory, name);
     const auto leave_out = [&](std::string_view why) {
       all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));
     };
     if (name == kConfigFile) {
-      std::string text = config_text(source.files->open_own(from, own).get());
+      std::string text = config_text(source.files->open_own(from, directories).get());
       if (form) text = config_of(text, *form);
       write_durably(files, join_path(directory, name), text);
       all.copied.push_back({name, text.size(), text.size(), digest_of(text)});
@@ -170,7 +170,7 @@ Companions copy_companions(const Checkpoint& source, const std::vector<std::stri
       leave_out("its name is not UTF-8");
     } else if (!source.files->exists(from)) {
       leave_out("it is a link to a file that does not exist");
-    } else if (const auto file = source.files->open_own(from, own); file == nullptr) {
+    } else if (const auto file = source.files->open_own(from, directories); file == nullptr) {
       leave_out(fmt::format("it is a link to {}, out of the checkpoint's directory; {}",
                             printable(source.files->link_target(from)), kCopyItself));
     } else if (const auto copied = copy_durably(*file, files, join_path(directory, name))) {

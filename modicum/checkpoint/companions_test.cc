@@ -229,7 +229,7 @@ TEST_F(LinkedCompanions, NoExchangeOfLinksGetsAFileOut) {
   put(in + "/sub/secret.txt", "harmless");
   std::filesystem::create_directory_symlink(temp.path(), in + "/outside");
   link("sub/secret.txt", "notes.txt");
-  const std::vector<std::string> own = own_directories(files, in);
+  const std::vector<std::string> directories = own_directories(files, in);
   std::atomic<bool> is_done = false;
   std::thread other([&] {
     while (!is_done) {
@@ -240,7 +240,7 @@ TEST_F(LinkedCompanions, NoExchangeOfLinksGetsAFileOut) {
   int opened = 0;
   for (int i = 0; i < kTimes; ++i) {
     try {
-      const std::unique_ptr<File> file = files.open_own(in + "/notes.txt", own);
+      const std::unique_ptr<File> file = files.open_own(in + "/notes.txt", directories);
       if (file == nullptr) continue;
       EXPECT_EQ(read_text(*file, kLongestText, Category::io), "harmless");
       ++opened;

@@ -27,11 +27,13 @@ struct Journal {
 
 void losses_member(JsonWriter& out, const std::vector<TensorLoss>& losses) {
   out.key("losses").begin_array();
-  for (const TensorLoss& of : losses) {
-    out.begin_object().member("tensor", of.tensor).member("file", of.file);
-    out.member("overflowed", of.loss.overflowed).member("underflowed", of.loss.underflowed);
-    out.member("first_index", of.loss.first_index).member("first_value", of.loss.first_value);
-    out.member("largest", of.loss.largest).end_object();
+  for (const TensorLoss& tensor_loss : losses) {
+    out.begin_object().member("tensor", tensor_loss.tensor).member("file", tensor_loss.file);
+    out.member("overflowed", tensor_loss.loss.overflowed)
+        .member("underflowed", tensor_loss.loss.underflowed);
+    out.member("first_index", tensor_loss.loss.first_index)
+        .member("first_value", tensor_loss.loss.first_value);
+    out.member("largest", tensor_loss.loss.largest).end_object();
   }
   out.end_array();
 }
@@ -58,18 +60,18 @@ void require_name(const std::string& name) {
 }
 
 TensorLoss read_loss(JsonValue& value) {
-  TensorLoss of;
+  TensorLoss tensor_loss;
   value.object([&](std::string_view key, JsonValue& member) {
-    if (key == "tensor") of.tensor = member.string();
-    if (key == "file") of.file = member.string();
-    if (key == "overflowed") of.loss.overflowed = member.integer();
-    if (key == "underflowed") of.loss.underflowed = member.integer();
-    if (key == "first_index") of.loss.first_index = member.integer();
-    if (key == "first_value") of.loss.first_value = member.number();
-    if (key == "largest") of.loss.largest = member.number();
+    if (key == "tensor") tensor_loss.tensor = member.string();
+    if (key == "file") tensor_loss.file = member.string();
+    if (key == "overflowed") tensor_loss.loss.overflowed = member.integer();
+    if (key == "underflowed") tensor_loss.loss.underflowed = member.integer();
+    if (key == "first_index") tensor_loss.loss.first_index = member.integer();
+    if (key == "first_value") tensor_loss.loss.first_value = member.number();
+    if (key == "largest") tensor_loss.loss.largest = member.number();
   });
-  require_name(of.tensor);
-  return of;
+  require_name(tensor_loss.tensor);
+  return tensor_loss;
 }
 
 ConvertedFile read_converted_file(JsonValue& value) {
@@ -301,10 +303,10 @@ void ConversionJournal::write_journal() {
   replace_durably(files_, {parent_, name, name + ".new"}, text);
 }
 
-Published ConversionJournal::publish() {
+Publication ConversionJournal::publish() {
   owner_->require_ours();
   const bool is_durable = files_.sync_directory(partial_);
-  Published published = publish_directory(files_, partial_, join_path(parent_, name_));
+  Publication published = publish_directory(files_, partial_, join_path(parent_, name_));
   published.depend_on(is_durable && is_durable_);
   const std::string journal = fmt::format(".{}.journal", name_);
   try {

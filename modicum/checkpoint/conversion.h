@@ -84,7 +84,7 @@ class ConversionJournal {
   // Makes the output visible and durable. Warns if only removing the journal failed. On failure the
   // output is not visible, and the same conversion resumes. Throws CONFLICT if another process has
   // taken over, or if the output's name has been taken meanwhile; IO; NOSPACE.
-  Published publish();
+  Publication publish();
 
  private:
   void refuse_existing();

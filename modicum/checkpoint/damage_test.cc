@@ -237,9 +237,9 @@ TEST(Damage, AStepThatStaysDoesNotEndRetention) {
   {  // the number of the first rename
     MemoryFileSystem copy;
     for (const int64_t number : {1, 2, 3}) save_whole(copy, number);
-    const StepInFlight of = save_whole(copy, 4);
+    const StepInFlight saved_step = save_whole(copy, 4);
     RecordingFileSystem files(copy);
-    keep_newest(files, of, 1);
+    keep_newest(files, saved_step, 1);
     const std::vector<IoCall> calls = files.calls();
     for (const IoCall& call : calls) renames += call.what == "rename" ? 1 : 0;
     fail_at += std::find_if(calls.begin(), calls.end(),

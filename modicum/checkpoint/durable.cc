@@ -16,13 +16,13 @@ constexpr std::string_view kNotDurable =
 
 }  // namespace
 
-void Published::depend_on(bool is_name_durable) {
+void Publication::depend_on(bool is_name_durable) {
   if (is_name_durable || !is_durable) return;
   is_durable = false;
   warnings.emplace_back(kNotDurable);
 }
 
-void Published::take_in(Published other) {
+void Publication::take_in(Publication other) {
   if (!other.is_durable && !is_durable) {  // both warn of it
     std::erase(other.warnings, kNotDurable);
   }
@@ -30,10 +30,10 @@ void Published::take_in(Published other) {
   for (std::string& warning : other.warnings) warnings.push_back(std::move(warning));
 }
 
-Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
-                                    FunctionRef<void()> take_back) {
+Publication make_durable_or_take_back(FunctionRef<bool()> make_durable,
+                                      FunctionRef<void()> take_back) {
   try {
-    Published published;
+    Publication published;
     published.depend_on(make_durable());
     return published;
   } catch (const Error& error) {
@@ -62,7 +62,7 @@ bool is_at(FileSystem& files, const std::string& path, const DirectoryEntry& bef
 
 }  // namespace
 
-Published publish_directory(FileSystem& files, const std::string& from, const std::string& to) {
+Publication publish_directory(FileSystem& files, const std::string& from, const std::string& to) {
   const std::optional<DirectoryEntry> before = files.entry(from);
   try {
     files.rename_new(from, to);

@@ -13,7 +13,7 @@
 namespace modicum {
 
 // A step or the output of a conversion that is visible to readers.
-struct Published {
+struct Publication {
   // Whether it survives a power cut. False where the file system can't sync a directory, or where
   // that failed and the name could not be taken back.
   bool is_durable = true;
@@ -22,16 +22,16 @@ struct Published {
   // Takes in a result of sync_directory, of a name that this depends on. The first false adds a
   // warning.
   void depend_on(bool is_name_durable);
-  void take_in(Published other);
+  void take_in(Publication other);
 };
 // Calls `make_durable`, after a name has become visible. If that fails, calls `take_back`, which
 // removes the name, and rethrows the error. If the name can't be taken back, it stays visible, and
 // the result warns of it.
-Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
-                                    FunctionRef<void()> take_back);
+Publication make_durable_or_take_back(FunctionRef<bool()> make_durable,
+                                      FunctionRef<void()> take_back);
 // Renames a complete directory to the path `to`, durably. On failure `to` is not visible. Throws
 // CONFLICT if there is anything at `to`; IO; NOSPACE.
-Published publish_directory(FileSystem& files, const std::string& from, const std::string& to);
+Publication publish_directory(FileSystem& files, const std::string& from, const std::string& to);
 
 // Creates a file with this text and syncs the file, but not its directory. Throws CONFLICT if the
 // file exists; IO; NOSPACE.

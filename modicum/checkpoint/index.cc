@@ -106,9 +106,9 @@ class IndexParser {
 class Names {
  public:
   explicit Names(const Manifest& manifest) : manifest_(manifest) {
-    const std::vector<Stored>& tensors = manifest.tensors;
+    const std::vector<StoredTensor>& tensors = manifest.tensors;
     rows_.reserve(tensors.size());
-    for (const Stored& stored : tensors) {
+    for (const StoredTensor& stored : tensors) {
       rows_.push_back(
           {std::hash<std::string_view>()(stored.spec.fqn), static_cast<uint32_t>(rows_.size())});
     }
@@ -119,15 +119,15 @@ class Names {
     });
     for (size_t i = 1; i < rows_.size(); ++i) {
       if (rows_[i - 1].hash != rows_[i].hash || text(rows_[i - 1]) != text(rows_[i])) continue;
-      const Extent& one = tensors[rows_[i - 1].tensor].at;
+      const Extent& extent = tensors[rows_[i - 1].tensor].at;
       const Extent& other = tensors[rows_[i].tensor].at;
       refuse(Category::index_dup,
-             "the tensor is also in " + printable(manifest.files[one.file].name),
+             "the tensor is also in " + printable(manifest.files[extent.file].name),
              manifest.files[other.file].name, text(rows_[i]));
     }
   }
 
-  const Stored* find(std::string_view name) const {
+  const StoredTensor* find(std::string_view name) const {
     const size_t hash = std::hash<std::string_view>()(name);
     auto row = std::lower_bound(rows_.begin(), rows_.end(), hash,
                                 [](const Row& r, size_t h) { return r.hash < h; });
@@ -190,7 +190,7 @@ void prove_index(const Index& index, const Manifest& manifest, std::vector<std::
   std::vector<bool> is_mapped(manifest.tensors.size());
   uint64_t mapped_bytes = 0;
   for (const auto& [tensor, file] : index.file_of) {
-    const Stored* const stored = names.find(tensor);
+    const StoredTensor* const stored = names.find(tensor);
     if (stored == nullptr || stored->at.file != file) {
       std::string what = "the tensor is not in the file that the index names";
       if (stored != nullptr) what += " but in " + printable(manifest.files[stored->at.file].name);

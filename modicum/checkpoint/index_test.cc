@@ -66,12 +66,12 @@ TEST(Index, FilesAreInTheOrderOfTheirNames) {
 }
 
 TEST(Index, InvalidIndexesAreRefused) {
-  struct Bad {
+  struct InvalidIndex {
     std::string index;
     Category category;
     std::string tensor = "";
   };
-  const std::vector<Bad> cases = {
+  const std::vector<InvalidIndex> cases = {
       {"", Category::index_json},
       {"{", Category::index_json},
       {"{\"weight_map\":{}}x", Category::index_json},
@@ -89,7 +89,7 @@ TEST(Index, InvalidIndexesAreRefused) {
        Category::index_dup},
       {"{\"weight_map\":{\"a\":\"one.safetensors\"},\"weight_map\":{}}", Category::index_dup},
   };
-  for (const Bad& bad : cases) {
+  for (const InvalidIndex& bad : cases) {
     const auto error = failure_of(bad.index);
     ASSERT_TRUE(error) << bad.index;
     EXPECT_EQ(category_name(error->category()), category_name(bad.category))

@@ -112,7 +112,7 @@ std::vector<TensorSpec> specs_of(size_t tensors, std::vector<int64_t> shape, DTy
 
 std::vector<StepTensor> recorded(const Manifest& manifest) {
   std::vector<StepTensor> tensors;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const uint64_t chunks = (stored.at.bytes() + kDigestChunkBytes - 1) / kDigestChunkBytes;
     tensors.push_back({stored.spec, std::vector<uint64_t>(chunks, UINT64_MAX), {}});
   }

@@ -240,7 +240,7 @@ Digest identity_of(const Manifest& manifest) {
     hasher.add(file.name).add(file.identity.size_bytes);
   }
   hasher.add(manifest.tensors.size());
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     hasher.add(stored.spec.fqn).add(static_cast<uint64_t>(stored.spec.dtype));
     hasher.add(stored.spec.shape);
     hasher.add(uint64_t{stored.at.file}).add(stored.at.begin).add(stored.at.end);
@@ -261,7 +261,7 @@ void require_countable(const Manifest& manifest) {
   if (bytes <= kMaxModelBytes) return;
   const auto largest = std::max_element(
       manifest.tensors.begin(), manifest.tensors.end(),
-      [](const Stored& a, const Stored& b) { return a.at.bytes() < b.at.bytes(); });
+      [](const StoredTensor& a, const StoredTensor& b) { return a.at.bytes() < b.at.bytes(); });
   fail(Category::format_overflow, "the checkpoint's tensors are too large",
        {.file = manifest.files[largest->at.file].name,
         .tensor = largest->spec.fqn,

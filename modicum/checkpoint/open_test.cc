@@ -274,11 +274,12 @@ TEST(Open, AValueOfTheWrongTypeAffectsOnlyItsKey) {
     for (const char* around :
          {R"({"tie_word_embeddings":)", R"({"text_config":{"tie_word_embeddings":)"}) {
       const bool is_nested = std::string(around).starts_with("{\"text");
-      const Checkpoint of = config_of(around + std::string(value) + (is_nested ? "}}" : "}"));
-      ASSERT_TRUE(of.config.tie_fault.has_value()) << value;
-      EXPECT_EQ(of.config.tie_fault->category(), Category::format_schema);
-      EXPECT_FALSE(of.config.block_size_fault.has_value());
-      EXPECT_EQ(of.warnings.size(), 1U);
+      const Checkpoint checkpoint =
+          config_of(around + std::string(value) + (is_nested ? "}}" : "}"));
+      ASSERT_TRUE(checkpoint.config.tie_fault.has_value()) << value;
+      EXPECT_EQ(checkpoint.config.tie_fault->category(), Category::format_schema);
+      EXPECT_FALSE(checkpoint.config.block_size_fault.has_value());
+      EXPECT_EQ(checkpoint.warnings.size(), 1U);
     }
   }
   const Checkpoint shown = config_of(R"({"model_type":7,"architectures":["A",1]})");

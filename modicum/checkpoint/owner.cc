@@ -146,7 +146,7 @@ Life OwnerCheck::of_file(const SeenFile& seen) {
     if (record->is_locked) return seen.lock == LockState::free ? Life::dead : Life::lives;
   } else if (record && is_of_another_boot(record->process, self_)) {
     if (is_of_one_kernel_) return Life::dead;
-  } else if (seen.lock == LockState::held) {
+  } else if (seen.lock == LockState::locked) {
     return Life::lives;
   }
   return is_old(seen) ? Life::dead : Life::silent;

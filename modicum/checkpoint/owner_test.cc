@@ -150,15 +150,15 @@ TEST_F(Owners, WithAFileThatIsNoRecordAreJudgedByTheirName) {
 
 TEST_F(Owners, AreRenewedWhereALeaseCounts) {
   const auto mtime_of = [&](const std::string& path) { return *files.look_at(path)->mtime_ns; };
-  const auto own = [&](const std::string& name) {
+  const auto owner_file = [&](const std::string& name) {
     const std::string path = "/root/" + name;
     return std::make_unique<OwnerFile>(files, path, files.lock(path), OwnerRecord{kOwner, name},
                                        kNsPerMs);
   };
-  const auto on_disk = own("disk");
+  const auto on_disk = owner_file("disk");
   const int64_t made_ns = mtime_of("/root/disk");
   files.be_on_a_network();
-  auto on_network = own("network");
+  auto on_network = owner_file("network");
   const int64_t first_ns = mtime_of("/root/network");
   SteadyClock clock;
   const int64_t end_ns = clock.now_ns() + 20 * kNsPerSecond;
@@ -281,9 +281,9 @@ class Conversions : public testing::Test {
     }
   }
   Names around() { return files.exists("/a") ? files.list("/a") : Names{}; }
-  void finish_file(ConversionJournal& of, const std::string& name) {
-    write_durably(files, join_path(of.directory(), name), name);
-    of.add({name, name.size(), 1, std::vector<TensorLoss>{}});
+  void finish_file(ConversionJournal& journal, const std::string& name) {
+    write_durably(files, join_path(journal.directory(), name), name);
+    journal.add({name, name.size(), 1, std::vector<TensorLoss>{}});
   }
   // A conversion that is killed after its first file.
   void begin_and_kill(const StepOwner& process) {
@@ -366,10 +366,13 @@ TEST_F(Conversions, OfVersion01GoOn) {
   journal.erase(at, journal.find("\"inputs\"") - at);
   const auto is_refused = [&](const StepOwner& process, bool is_dead, bool adopts) {
     files.put("/a/.out.journal", journal);
-    ConversionJournal::Inputs of = inputs(process, adopts);
-    of.is_dead = [is_dead](const StepOwner& owner) { return is_dead && owner.pid == 7; };
+    ConversionJournal::Inputs journal_inputs = inputs(process, adopts);
+    journal_inputs.is_dead = [is_dead](const StepOwner& owner) {
+      return is_dead && owner.pid == 7;
+    };
     return category_of([&] {
-             EXPECT_NE(ConversionJournal(files, "/a/out", of).finished("first", 5), nullptr);
+             EXPECT_NE(ConversionJournal(files, "/a/out", journal_inputs).finished("first", 5),
+                       nullptr);
            }) == Category::conflict;
   };
   EXPECT_TRUE(is_refused(kOwner, false, true)) << "the process lives";

@@ -31,7 +31,8 @@ constexpr std::string_view kMetadataKey = "__metadata__";
 // data_offsets [0, 8) are extent [header_bytes, header_bytes + 8).
 struct Header {
   DataFile file;
-  std::vector<Stored> tensors;  // sorted by (begin, end, name); offsets count from the file's start
+  std::vector<StoredTensor>
+      tensors;  // sorted by (begin, end, name); offsets count from the file's start
   std::map<std::string, std::string> metadata;
 };
 // Reads only the length prefix and the JSON. `file_index` becomes Extent::file.

@@ -21,7 +21,7 @@ bool is_extra(std::string_view name) {
 }
 
 // Adds the recorded sums of a stored tensor.
-void add_recorded(const Stored& stored, const StepTensor* recorded, const std::string& file,
+void add_recorded(const StoredTensor& stored, const StepTensor* recorded, const std::string& file,
                   Manifest& manifest) {
   const TensorSpec& spec = stored.spec;
   if (recorded == nullptr) {
@@ -85,7 +85,7 @@ void RecordOfStep::add_to(Manifest& manifest) const {
     manifest.recorded_kind = ChunkSumKind::digest;
   }
   manifest.recorded.reserve(manifest.digest_chunks());
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const auto found = recorded.find(stored.spec.fqn);
     add_recorded(stored, found == recorded.end() ? nullptr : found->second,
                  name_of(manifest.files[stored.at.file]), manifest);

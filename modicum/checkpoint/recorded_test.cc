@@ -39,7 +39,7 @@ void put_step(FileSystem& files, bool has_checksums = false) {
     const std::string header = output_header(manifest, 0);
     record.files.push_back(
         {name, manifest.files[0].identity.size_bytes, header.size(), digest_of(header)});
-    for (const Stored& stored : manifest.tensors) {
+    for (const StoredTensor& stored : manifest.tensors) {
       StepTensor& tensor = tensors.emplace_back(StepTensor{stored.spec, {}, {}});
       while (tensor.chunks.size() < digest_chunks_of(stored)) {
         if (has_checksums) tensor.checksums.push_back(digest + 100);
@@ -69,7 +69,7 @@ TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
   put_step(files);
   const Manifest model = open_checkpoint(files, kStep).manifest;
   std::vector<uint64_t> expected;
-  for (const Stored& stored : model.tensors) {
+  for (const StoredTensor& stored : model.tensors) {
     if (stored.spec.fqn == "w") expected.insert(expected.end(), {100, 101});
     if (stored.spec.fqn == "b") expected.push_back(102);
   }

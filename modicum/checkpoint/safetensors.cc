@@ -94,7 +94,7 @@ class HeaderParser {
 
  private:
   struct Entry {
-    Stored stored;
+    StoredTensor stored;
     bool has_dtype = false;
     bool has_shape = false;
     bool has_offsets = false;
@@ -194,7 +194,8 @@ class HeaderParser {
 };
 
 // The facts of an error about a tensor whose offsets still count from the end of the header.
-Facts facts_of(const Header& header, const Stored& stored, std::string expected, std::string got) {
+Facts facts_of(const Header& header, const StoredTensor& stored, std::string expected,
+               std::string got) {
   return {.file = header.file.name,
           .tensor = stored.spec.fqn,
           .offset = header.file.header_bytes + stored.at.begin,
@@ -204,7 +205,7 @@ Facts facts_of(const Header& header, const Stored& stored, std::string expected,
 
 // R12 to R14.
 void prove_arithmetic(const Header& header) {
-  for (const Stored& stored : header.tensors) {
+  for (const StoredTensor& stored : header.tensors) {
     const uint64_t bytes = proven_bytes(stored.spec, header.file.name);
     const auto got = [&] { return fmt::format("[{}, {}]", stored.at.begin, stored.at.end); };
     if (stored.at.begin > stored.at.end) {
@@ -230,8 +231,8 @@ void prove_layout(const Header& header, uint64_t data_bytes) {
           .got = fmt::format("{} bytes of data", data_bytes)});
   };
   uint64_t end = 0;
-  const Stored* previous = nullptr;
-  for (const Stored& stored : header.tensors) {
+  const StoredTensor* previous = nullptr;
+  for (const StoredTensor& stored : header.tensors) {
     if (stored.at.begin != end) {
       const bool overlaps = stored.at.begin < end;
       fail(overlaps ? Category::format_overlap : Category::format_hole,
@@ -251,14 +252,14 @@ void prove_layout(const Header& header, uint64_t data_bytes) {
     refuse_end(Category::format_trailing, "bytes after the last tensor", "", end);
 }
 
-void sort_by_place(std::vector<Stored>& tensors) {
-  const auto before = [](const Stored& a, const Stored& b) {
+void sort_by_place(std::vector<StoredTensor>& tensors) {
+  const auto before = [](const StoredTensor& a, const StoredTensor& b) {
     return std::tie(a.at.begin, a.at.end, a.spec.fqn) < std::tie(b.at.begin, b.at.end, b.spec.fqn);
   };
   if (std::is_sorted(tensors.begin(), tensors.end(), before)) return;
   std::sort(tensors.begin(), tensors.end(), before);
   // A string that was swapped may have inherited a larger buffer.
-  for (Stored& stored : tensors) stored.spec.fqn.shrink_to_fit();
+  for (StoredTensor& stored : tensors) stored.spec.fqn.shrink_to_fit();
 }
 
 }  // namespace
@@ -316,7 +317,7 @@ Header read_header(File& file, uint32_t file_index) {
   sort_by_place(header.tensors);
   prove_layout(header, size_bytes - header.file.header_bytes);
   require_unchanged(file, header.file.identity);
-  for (Stored& stored : header.tensors) {
+  for (StoredTensor& stored : header.tensors) {
     stored.at.begin += header.file.header_bytes;
     stored.at.end += header.file.header_bytes;
   }

@@ -45,15 +45,15 @@ std::string member(const std::string& name, uint64_t begin, uint64_t end) {
 }
 std::string object(const std::string& members) { return "{" + members + "}"; }
 
-struct Bad {
+struct InvalidFile {
   std::string what;
   std::string bytes;
   Category category;
   std::string tensor = "";
 };
 
-void expect_refused(const std::vector<Bad>& cases) {
-  for (const Bad& bad : cases) {
+void expect_refused(const std::vector<InvalidFile>& cases) {
+  for (const InvalidFile& bad : cases) {
     const auto error = failure_of(bad.bytes);
     ASSERT_TRUE(error) << bad.what;
     EXPECT_EQ(category_name(error->category()), category_name(bad.category))
@@ -241,18 +241,18 @@ TEST(Safetensors, ErrorsGiveOffsetExpectedAndGot) {
 }
 
 TEST(Safetensors, ValidFilesAreAccepted) {
-  const std::string one = object(member("t", 0, 3));
+  const std::string header = object(member("t", 0, 3));
   const std::vector<std::pair<std::string, std::string>> controls = {
-      {"one tensor", file_bytes(one, 3)},
+      {"one tensor", file_bytes(header, 3)},
       {"no tensor", file_bytes("{}", 0)},
       {"0-d", file_bytes(entry("\"F32\"", "[]", "[0,4]"), 4)},
       {"empty", file_bytes(entry("\"F32\"", "[2,0]", "[0,0]"), 0)},
       {"empty between two",
        file_bytes(object(member("a", 0, 2) + "," + member("b", 2, 2) + "," + member("c", 2, 4)),
                   4)},
-      {"space-padded", file_bytes(one + "      ", 3)},
-      {"padded with every white space", file_bytes(one + " \t\r\n", 3)},
-      {"metadata", file_bytes(R"({"__metadata__":{"format":"pt"},)" + one.substr(1), 3)},
+      {"space-padded", file_bytes(header + "      ", 3)},
+      {"padded with every white space", file_bytes(header + " \t\r\n", 3)},
+      {"metadata", file_bytes(R"({"__metadata__":{"format":"pt"},)" + header.substr(1), 3)},
       {"empty metadata", file_bytes(R"({"__metadata__":{}})", 0)},
       {"out of order", file_bytes(object(member("b", 2, 4) + "," + member("a", 0, 2)), 4)},
       {"even F4", file_bytes(entry("\"F4\"", "[2,3]", "[0,3]"), 3)},
@@ -264,7 +264,7 @@ TEST(Safetensors, ValidFilesAreAccepted) {
       {"two empties at 0", file_bytes(object(member("a", 0, 0) + "," + member("b", 0, 0)), 0)},
       {"[0, 2^62]", file_bytes(u8("[0,4611686018427387904]", "[0,0]"), 0)},
       {"name that is not ASCII", file_bytes(object(member("\u00e9\u20ac", 0, 3)), 3)},
-      {"leading white space", file_bytes(" \n" + one, 3)},
+      {"leading white space", file_bytes(" \n" + header, 3)},
       {"escaped name", file_bytes(object(member("\\u0074\\/", 0, 3)), 3)},
       {"keys in any order",
        file_bytes(R"({"t":{"data_offsets":[0,1],"shape":[1],"dtype":"U8"}})", 1)},
@@ -318,7 +318,7 @@ void expect_error_or_tiling(const std::string& bytes) {
   try {
     const Manifest manifest = open_checkpoint(files, kPath).manifest;
     uint64_t end = manifest.files.at(0).header_bytes;
-    for (const Stored& stored : manifest.tensors) {
+    for (const StoredTensor& stored : manifest.tensors) {
       ASSERT_EQ(stored.at.begin, end);
       end = stored.at.end;
     }

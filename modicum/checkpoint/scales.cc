@@ -30,9 +30,9 @@ Scales scales_of(const Manifest& manifest) {
 }
 
 // Counts tensors of codes whose block size is not certain, for one warning.
-class Unsure {
+class UncertainScales {
  public:
-  void add(const Stored& codes) {
+  void add(const StoredTensor& codes) {
     if (count_++ == 0) first_ = codes.spec.fqn;
   }
   void warn(std::string_view what, std::vector<std::string>& warnings) const {
@@ -50,12 +50,12 @@ class Unsure {
 
 void pair_scales(Manifest& manifest, const ModelConfig& config,
                  std::vector<std::string>& warnings) {
-  const auto is_coded = [](const Stored& stored) { return is_fp8_code(stored.spec.dtype); };
+  const auto is_coded = [](const StoredTensor& stored) { return is_fp8_code(stored.spec.dtype); };
   if (std::none_of(manifest.tensors.begin(), manifest.tensors.end(), is_coded)) return;
   const Scales scales = scales_of(manifest);
   std::string name;
-  Unsure inferred, unknown;
-  for (Stored& codes : manifest.tensors) {
+  UncertainScales inferred, unknown;
+  for (StoredTensor& codes : manifest.tensors) {
     if (!is_coded(codes)) continue;
     for (const std::string_view ending : kScaleEndings) {
       name.assign(codes.spec.fqn).append(ending);

@@ -24,9 +24,9 @@ Manifest opened(const std::vector<TensorSpec>& specs, const char* config = nullp
   return open_checkpoint(files, "/m").manifest;
 }
 
-const Stored& named(const Manifest& manifest, std::string_view name) {
+const StoredTensor& named(const Manifest& manifest, std::string_view name) {
   return *std::find_if(manifest.tensors.begin(), manifest.tensors.end(),
-                       [name](const Stored& s) { return s.spec.fqn == name; });
+                       [name](const StoredTensor& s) { return s.spec.fqn == name; });
 }
 
 // The name of a tensor's scale; "" without one.

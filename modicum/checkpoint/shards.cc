@@ -38,7 +38,7 @@ void require_index(const Manifest& manifest) {
   uint64_t bytes = kMostAround;
   std::vector<uint64_t> of_file;
   for (const DataFile& file : manifest.files) of_file.push_back(json_bytes(file.name));
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     bytes += json_bytes(stored.spec.fqn) + of_file[stored.at.file] + std::string_view(":,").size();
   }
   require_readable(bytes, kIndexFile);
@@ -90,9 +90,10 @@ bool is_weights_name(std::string_view name) {
   if (!name.starts_with(kModelStem) || !name.ends_with(kEnding)) return false;
   name.remove_prefix(kModelStem.size());
   name.remove_suffix(kEnding.size());
-  return name.empty() ||
-         std::equal(name.begin(), name.end(), kShard.begin(), kShard.end(),
-                    [](char c, char of) { return of == '#' ? c >= '0' && c <= '9' : c == of; });
+  return name.empty() || std::equal(name.begin(), name.end(), kShard.begin(), kShard.end(),
+                                    [](char c, char pattern) {
+                                      return pattern == '#' ? c >= '0' && c <= '9' : c == pattern;
+                                    });
 }
 
 std::string_view stem_of(const Manifest& manifest) {
@@ -124,10 +125,11 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
   }
   // The order of an opened manifest. It differs from that of `files` for empty tensors, which have
   // equal extents.
-  std::sort(manifest.tensors.begin(), manifest.tensors.end(), [](const Stored& a, const Stored& b) {
-    return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
-           std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
-  });
+  std::sort(manifest.tensors.begin(), manifest.tensors.end(),
+            [](const StoredTensor& a, const StoredTensor& b) {
+              return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
+                     std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
+            });
   manifest.tensors.shrink_to_fit();
   require_countable(manifest);
   require_index(manifest);
@@ -137,7 +139,7 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
 
 std::string output_header(const Manifest& manifest, uint32_t file) {
   std::vector<TensorSpec> specs;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     if (stored.at.file == file) specs.push_back(stored.spec);
   }
   return safetensors_header(specs, manifest.files[file].name, metadata());
@@ -146,7 +148,7 @@ std::string output_header(const Manifest& manifest, uint32_t file) {
 std::string output_index(const Manifest& manifest) {
   if (manifest.files.size() == 1) return "";
   std::vector<std::pair<std::string, std::string>> file_of_tensor;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     file_of_tensor.emplace_back(stored.spec.fqn, manifest.files[stored.at.file].name);
   }
   std::sort(file_of_tensor.begin(), file_of_tensor.end());

@@ -131,11 +131,11 @@ StepInFlight begin_step(FileSystem& files, const std::string& root_given, int64_
   if (is_listed(files, root, step_name(step))) {
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
-  StepInFlight made{root, step, make_uuid(), ""};
-  made.is_durable = is_durable;
-  if (retains) made.committed = committed_steps(files, root);
-  make_in_flight(files, owner, made);
-  return made;
+  StepInFlight in_flight{root, step, make_uuid(), ""};
+  in_flight.is_durable = is_durable;
+  if (retains) in_flight.committed = committed_steps(files, root);
+  make_in_flight(files, owner, in_flight);
+  return in_flight;
 }
 
 namespace {
@@ -161,16 +161,16 @@ bool commit_in_place(FileSystem& files, const std::string& directory, const Step
   return is_durable;
 }
 
-Published publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+Publication publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   if (step.is_inside) {
-    Published published =
+    Publication published =
         publish_inside(files, step, record, write_manifest(files, step.directory, record));
     published.depend_on(step.is_durable);
     return published;
   }
   const bool is_durable = commit_in_place(files, step.directory, record);
   const std::string name = step_name(step.step);
-  Published published = publish_directory(files, step.directory, join_path(step.root, name));
+  Publication published = publish_directory(files, step.directory, join_path(step.root, name));
   published.depend_on(is_durable && step.is_durable);
   const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
   try {

@@ -183,7 +183,7 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 // a subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
 // flight, failed. Throws CONFLICT if another process has published the same step, which is not
 // replaced; IO; NOSPACE.
-Published publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
+Publication publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
 // Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
 // the names of all files durable. The step's files must be synced. The caller makes the directory
 // visible. Returns whether all names are durable; see sync_directory. Throws CONFLICT if there is a

@@ -20,7 +20,7 @@ std::string commit_json(const StepRecord& record, const std::string& manifest);
 // The text of a file of a step. Throws INTEGRITY if it is missing, not a regular file, or too long.
 std::string text_of(FileSystem& files, const std::string& directory, const std::string& name);
 // As publish_step, for a step of begin_step_in whose manifest.json is written.
-Published publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
-                         const std::string& manifest);
+Publication publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
+                           const std::string& manifest);
 
 }  // namespace modicum

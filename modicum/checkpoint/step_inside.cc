@@ -69,7 +69,7 @@ std::optional<std::string> remove_directories(FileSystem& files, const StepInFli
 // Renames the files of a step into the directory that becomes the step. Then removes the files
 // that no new file has replaced: those of the previous step, and other weights of a whole model,
 // which readers would take for the step's.
-Published place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+Publication place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   refuse_links(files, step.root);
   std::vector<std::string> stale = tensor_files_of(files, step.root);
   // Next to adapters, weights of another program may be the base model.
@@ -91,7 +91,7 @@ Published place_files(FileSystem& files, const StepInFlight& step, const StepRec
   for (const std::string& name : stale) {
     if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
   }
-  Published placed;
+  Publication placed;
   if (const auto warning = remove_directories(files, step, stale)) {
     placed.warnings.push_back(*warning);
   }
@@ -100,7 +100,7 @@ Published place_files(FileSystem& files, const StepInFlight& step, const StepRec
   return placed;
 }
 
-Published commit_inside(FileSystem& files, const StepInFlight& step, const std::string& text) {
+Publication commit_inside(FileSystem& files, const StepInFlight& step, const std::string& text) {
   replace(files, {step.root, kCommit, ".COMMIT"}, text);
   return make_durable_or_take_back([&] { return files.sync_directory(step.root); },
                                    [&] { files.remove(join_path(step.root, kCommit)); });
@@ -108,9 +108,9 @@ Published commit_inside(FileSystem& files, const StepInFlight& step, const std::
 
 }  // namespace
 
-Published publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
-                         const std::string& manifest) {
-  Published published = place_files(files, step, record);
+Publication publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
+                           const std::string& manifest) {
+  Publication published = place_files(files, step, record);
   published.take_in(commit_inside(files, step, commit_json(record, manifest)));
   try {
     files.remove_tree(step.directory);
@@ -127,17 +127,17 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory_given
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
   tensor_files_of(files, directory);  // refuses a step of a later version
-  StepInFlight made{directory, step, make_uuid(), "", true};
+  StepInFlight in_flight{directory, step, make_uuid(), "", true};
   // Other programs make this directory just before the save.
-  made.is_durable = files.sync_directory(parent_path(directory));
-  make_in_flight(files, owner, made);
-  made.is_durable &= files.sync_directory(directory);
+  in_flight.is_durable = files.sync_directory(parent_path(directory));
+  make_in_flight(files, owner, in_flight);
+  in_flight.is_durable &= files.sync_directory(directory);
   const std::string commit = join_path(directory, kCommit);
   if (files.exists(commit)) {
     files.remove(commit);
-    made.is_durable &= files.sync_directory(directory);
+    in_flight.is_durable &= files.sync_directory(directory);
   }
-  return made;
+  return in_flight;
 }
 
 }  // namespace modicum

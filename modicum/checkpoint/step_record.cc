@@ -166,7 +166,8 @@ uint64_t most_record_bytes(std::span<const Manifest* const> parts,
   for (const Manifest* const part : parts) {
     bytes += most_file_bytes(folder + kIndexFile);
     for (const DataFile& file : part->files) bytes += most_file_bytes(folder + file.name);
-    for (const Stored& of : part->tensors) bytes += tensor_bytes(of.spec, digest_chunks_of(of));
+    for (const StoredTensor& tensor : part->tensors)
+      bytes += tensor_bytes(tensor.spec, digest_chunks_of(tensor));
   }
   return bytes;
 }

@@ -46,7 +46,7 @@ void write_files(FileSystem& files, const StepInFlight& step) {
   write_files(files, step, record_of_step(step));
 }
 
-Published save_step(FileSystem& files, int64_t number) {
+Publication save_step(FileSystem& files, int64_t number) {
   const StepInFlight step = begin_step(files, "/root", number, kOwner);
   write_files(files, step);
   return publish_step(files, step, record_of_step(step));
@@ -55,7 +55,7 @@ Published save_step(FileSystem& files, int64_t number) {
 const char* const kInside = "/root/checkpoint-1";
 
 // Publishes a step that also has a file in a subdirectory.
-Published finish_inside(FileSystem& files, const StepInFlight& step) {
+Publication finish_inside(FileSystem& files, const StepInFlight& step) {
   StepRecord record = record_of_step(step);
   const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
   const std::string text = fmt::format("{} of step {}", name, step.step);
@@ -65,15 +65,15 @@ Published finish_inside(FileSystem& files, const StepInFlight& step) {
   return publish_step(files, step, record);
 }
 
-Published save_inside(FileSystem& files, int64_t number) {
+Publication save_inside(FileSystem& files, int64_t number) {
   return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
 }
 
 // Step `saved`, as if it had begun after all others of the root.
 StepInFlight published(FileSystem& files, int64_t saved) {
   StepInFlight step{.root = "/root", .step = saved};
-  for (const FoundStep& of : find_steps(files, "/root").found) {
-    (of.step == saved ? step.uuid : step.committed[of.step]) = of.record.uuid;
+  for (const FoundStep& found : find_steps(files, "/root").found) {
+    (found.step == saved ? step.uuid : step.committed[found.step]) = found.record.uuid;
   }
   return step;
 }
@@ -157,13 +157,13 @@ TEST(Steps, SavingAnExistingStepIsAConflict) {
   const std::string before = files.get("/root/step-3/manifest.json");
   EXPECT_EQ(category_of([&] { save_step(files, 3); }), Category::conflict);
   // Both saves began before either was published.
-  const StepInFlight one = begin_step(files, "/root", 4, kOwner);
+  const StepInFlight first = begin_step(files, "/root", 4, kOwner);
   const StepInFlight two = begin_step(files, "/root", 4, kOwner);
-  for (const StepInFlight& step : {one, two}) write_files(files, step);
-  publish_step(files, one, record_of_step(one));
+  for (const StepInFlight& step : {first, two}) write_files(files, step);
+  publish_step(files, first, record_of_step(first));
   EXPECT_EQ(category_of([&] { publish_step(files, two, record_of_step(two)); }),
             Category::conflict);
-  EXPECT_EQ(open_step(files, "/root/step-4").record.uuid, one.uuid);
+  EXPECT_EQ(open_step(files, "/root/step-4").record.uuid, first.uuid);
   EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
 }
 
@@ -429,7 +429,7 @@ TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
       RecordingFileSystem files(under);
       files.cut_power_at(cut_at);  // all later calls fail, too
       try {
-        const Published published = publish_step(files, step, record_of_step(step));
+        const Publication published = publish_step(files, step, record_of_step(step));
         EXPECT_EQ(open_step(under, path).step, 2) << cut_at;
         if (!published.is_durable) {
           EXPECT_NE(published.warnings.front().find("may not survive a power cut"),
@@ -470,7 +470,7 @@ TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
   RecordingFileSystem files(under);
   files.refuse_directory_syncs();
   for (const bool is_inside : {false, true}) {
-    const Published published = is_inside ? save_inside(files, 1) : save_step(files, 1);
+    const Publication published = is_inside ? save_inside(files, 1) : save_step(files, 1);
     EXPECT_FALSE(published.is_durable);
     EXPECT_EQ(
         published.warnings,
@@ -592,17 +592,18 @@ std::vector<std::string> weights_after(const std::vector<std::string>& saved,
 // a removed base model of adapters, or a removed file that readers don't take for the model.
 TEST(StepInside, ReplacesTheWeightsOfAnotherProgram) {
   const std::string single = "model.safetensors", adapter = "adapter_model.safetensors";
-  const std::string one = "model-00001-of-00002.safetensors";
+  const std::string first_shard = "model-00001-of-00002.safetensors";
   const std::string two = "model-00002-of-00002.safetensors";
   const std::string old = "model-00003-of-00003.safetensors";
   const std::string variant = "model.fp16.safetensors", pickle = "pytorch_model.bin";
   const std::string long_one = "model-000001-of-00002.safetensors";
   using Names = std::vector<std::string>;
-  EXPECT_EQ(weights_after({one, two, kIndexFile}, {single, old, variant, pickle}),
-            (Names{one, two, variant, kIndexFile, pickle}));
-  EXPECT_EQ(weights_after({single}, {one, two, kIndexFile, long_one}), (Names{long_one, single}));
-  EXPECT_EQ(weights_after({adapter}, {one, two, kIndexFile, adapter}),
-            (Names{adapter, one, two, kIndexFile}));
+  EXPECT_EQ(weights_after({first_shard, two, kIndexFile}, {single, old, variant, pickle}),
+            (Names{first_shard, two, variant, kIndexFile, pickle}));
+  EXPECT_EQ(weights_after({single}, {first_shard, two, kIndexFile, long_one}),
+            (Names{long_one, single}));
+  EXPECT_EQ(weights_after({adapter}, {first_shard, two, kIndexFile, adapter}),
+            (Names{adapter, first_shard, two, kIndexFile}));
 }
 
 // Catches: a state that is lost without a warning; an empty directory that stays.

@@ -13,11 +13,11 @@ std::vector<std::byte> bytes_of_text(std::string_view text) {
 }
 
 TensorSpec spec(std::string fqn, DType dtype, std::vector<int64_t> shape) {
-  TensorSpec made;
-  made.fqn = std::move(fqn);
-  made.dtype = dtype;
-  made.shape = std::move(shape);
-  return made;
+  TensorSpec tensor;
+  tensor.fqn = std::move(fqn);
+  tensor.dtype = dtype;
+  tensor.shape = std::move(shape);
+  return tensor;
 }
 
 MemoryFileSystem& with_directory(MemoryFileSystem& files) {

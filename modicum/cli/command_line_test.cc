@@ -72,7 +72,7 @@ class CommandLine : public testing::Test {
 // ---- help and usage
 
 TEST_F(CommandLine, HelpListsTheVerbs) {
-  const Ended ended = program.run("--help");
+  const RunResult ended = program.run("--help");
   EXPECT_EQ(ended.code, 0);
   std::set<std::string> first_words;
   for (const std::string& line : lines_of(ended.out)) {
@@ -124,7 +124,7 @@ TEST_F(CommandLine, UnknownWordsNameTheNearest) {
       {"load /moe --dtype b16", "bfloat16"},
       {"synth /out --arch qwen3-0.6", "qwen3-0.6b"}};
   for (const auto& [line, nearest] : cases) {
-    const Ended ended = program.run(line);
+    const RunResult ended = program.run(line);
     EXPECT_EQ(ended.code, 2) << line;
     EXPECT_EQ(ended.out, "") << line;
     EXPECT_TRUE(has(ended.err, nearest)) << ended.err;
@@ -147,7 +147,7 @@ TEST_F(CommandLine, EmptyValuesAreRefused) {
            std::vector<std::vector<std::string>>{{flag, ""}, {flag + "="}}) {
         std::vector<std::string> all = words;
         all.insert(all.end(), empty.begin(), empty.end());
-        const Ended ended = program.run(all);
+        const RunResult ended = program.run(all);
         EXPECT_EQ(ended.code, 2) << verb << " " << flag;
         EXPECT_TRUE(has(ended.err, "USAGE") && has(ended.err, flag)) << ended.err;
       }
@@ -414,14 +414,14 @@ TEST_F(CommandLine, TablesFitATerminal) {
 
 TEST_F(CommandLine, QuietPrintsNothing) {
   for (const char* words : {"plan /moe -q", "load /moe -q --progress none"}) {
-    const Ended ended = program.run(words);
+    const RunResult ended = program.run(words);
     EXPECT_EQ(ended.code, 0);
     EXPECT_EQ(ended.out + ended.err, "");
   }
 }
 
 TEST_F(CommandLine, ProgressGoesToStderr) {
-  const Ended ended = program.run("load /moe --ranks 2 --json --check values --progress plain");
+  const RunResult ended = program.run("load /moe --ranks 2 --json --check values --progress plain");
   EXPECT_EQ(ended.code, 0);
   EXPECT_EQ(ended.json()["coverage"].text(), "proven");
   static const std::regex kForm(
@@ -434,7 +434,7 @@ TEST_F(CommandLine, ProgressGoesToStderr) {
 
 TEST_F(CommandLine, SynthShowsItsProgress) {
   const std::string words = " --arch tiny-moe --threads 1";
-  const Ended ended = program.run("synth /m" + words + " --progress plain --shard-size 1500");
+  const RunResult ended = program.run("synth /m" + words + " --progress plain --shard-size 1500");
   EXPECT_EQ(ended.code, 0);
   static const std::regex kShown(R"(^(.*) of (.*), .*/s, \d+ s left\n)");
   std::smatch found;

@@ -9,18 +9,18 @@
 namespace modicum {
 namespace {
 
-DiffReport::Difference reported(const Difference& of) {
-  DiffReport::Difference to{.tensor = of.tensor,
-                            .kind = kind_name(of.kind),
-                            .first_index = of.first_index,
-                            .count = of.count,
-                            .largest = of.largest,
-                            .largest_index = of.largest_index,
-                            .shape = of.shape};
-  if (of.kind != Difference::Kind::dtype) return to;
-  to.dtype_a = torch_name(of.dtype_a);
-  to.dtype_b = torch_name(of.dtype_b);
-  if (of.rounded_to) to.rounded_to = torch_name(*of.rounded_to);
+DiffReport::Difference reported(const Difference& difference) {
+  DiffReport::Difference to{.tensor = difference.tensor,
+                            .kind = kind_name(difference.kind),
+                            .first_index = difference.first_index,
+                            .count = difference.count,
+                            .largest = difference.largest,
+                            .largest_index = difference.largest_index,
+                            .shape = difference.shape};
+  if (difference.kind != Difference::Kind::dtype) return to;
+  to.dtype_a = torch_name(difference.dtype_a);
+  to.dtype_b = torch_name(difference.dtype_b);
+  if (difference.rounded_to) to.rounded_to = torch_name(*difference.rounded_to);
   return to;
 }
 
@@ -52,8 +52,8 @@ int run_diff(const Args& args, const Surroundings& at) {
   });
   DiffReport report{
       .tensors = found.tensors, .bytes = found.bytes, .with_record = found.with_record};
-  for (const Difference& one : found.found) {
-    report.differences.push_back(reported(one));
+  for (const Difference& difference : found.found) {
+    report.differences.push_back(reported(difference));
   }
   print_result(
       flags, at, [&] { return diff_json(report); }, [&] { return diff_text(report); });

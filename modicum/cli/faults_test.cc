@@ -80,7 +80,7 @@ class Faults : public testing::TestWithParam<Fault> {
   // makes a call that can have the fault. `line` and `judge` get n; `judge` also gets the result
   // and the call that has failed, which can be another one, since the order of ranks varies.
   void at_every_call(const Fault& fault, FunctionRef<std::string(int64_t n)> line,
-                     FunctionRef<void(int64_t n, const Ended&, const IoCall&)> judge) {
+                     FunctionRef<void(int64_t n, const RunResult&, const IoCall&)> judge) {
     RecordingFileSystem whole(files);
     EXPECT_EQ(ThreadedProgram(whole).run(line(0)).code, 0) << line(0);
     judge(0, {.out = "{}"}, {});
@@ -89,7 +89,7 @@ class Faults : public testing::TestWithParam<Fault> {
       if (fault.error == ENOSPC && !needs_space(all[n - 1])) continue;
       RecordingFileSystem recording(files, static_cast<int64_t>(n));
       recording.fail_with(fault.error);
-      const Ended ended = ThreadedProgram(recording).run(line(n) + " --json");
+      const RunResult ended = ThreadedProgram(recording).run(line(n) + " --json");
       const std::vector<IoCall> calls = recording.calls();
       const IoCall call = n <= calls.size() ? calls[n - 1] : IoCall();
       SCOPED_TRACE(fmt::format("call {}, {} of '{}': exit {} {}", n, call.what, call.file,
@@ -100,7 +100,7 @@ class Faults : public testing::TestWithParam<Fault> {
     EXPECT_GT(all.size(), 10U);
   }
 
-  static void expect_named(const Fault& fault, const Ended& ended) {
+  static void expect_named(const Fault& fault, const RunResult& ended) {
     EXPECT_EQ(ended.code, fault.code);
     const Document error = ended.error();
     EXPECT_EQ(error["category"].text(), fault.category);
@@ -126,7 +126,9 @@ class Faults : public testing::TestWithParam<Fault> {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Faults, testing::ValuesIn(kFaults),
-                         [](const testing::TestParamInfo<Fault>& of) { return of.param.name; });
+                         [](const testing::TestParamInfo<Fault>& param_info) {
+                           return param_info.param.name;
+                         });
 
 // ---- loads
 
@@ -138,7 +140,7 @@ TEST_F(Faults, AFailingCallOfALoadNamesItsFile) {
         [&](int64_t) {
           return fmt::format("load /model --ranks 2 --strategy {} {}", strategy, kSmall);
         },
-        [](int64_t n, const Ended& ended, const IoCall& call) {
+        [](int64_t n, const RunResult& ended, const IoCall& call) {
           if (n == 0 || call.what.empty()) return;
           if (ended.code == 0) {  // then its members are unknown, and there is a warning
             EXPECT_EQ(call.file, "config.json");
@@ -155,7 +157,7 @@ TEST_F(Faults, AFailedLoadLeavesNoDump) {
   at_every_call(
       kFaults[1],
       [](int64_t) { return "load /model --ranks 2 --check values --dump /dump " + kSmall; },
-      [this](int64_t, const Ended& ended, const IoCall&) {
+      [this](int64_t, const RunResult& ended, const IoCall&) {
         EXPECT_EQ(files.exists("/dump"), ended.code == 0);
         if (ended.code == 0) return files.remove_tree("/dump");
         expect_named(kFaults[1], ended);
@@ -170,7 +172,8 @@ TEST_F(Faults, AFileThatIsTruncatedMeanwhileIsAnError) {
   for (int64_t n = 1;; ++n) {
     RecordingFileSystem recording(files);
     recording.before_call(n, [&] { files.put("/model/" + name, whole.substr(0, 300)); });
-    const Ended ended = ThreadedProgram(recording).run("load /model --ranks 2 --json " + kSmall);
+    const RunResult ended =
+        ThreadedProgram(recording).run("load /model --ranks 2 --json " + kSmall);
     files.put("/model/" + name, whole);
     if (static_cast<int64_t>(recording.calls().size()) < n) break;
     SCOPED_TRACE(fmt::format("call {}: exit {} {}", n, ended.code, ended.err));
@@ -191,7 +194,7 @@ TEST_P(Faults, AFailingCallNeverDamagesAStep) {
   at_every_call(
       GetParam(),
       [](int64_t n) { return fmt::format("save /model /root --step {} {}", n + 2, kTrained); },
-      [&](int64_t n, const Ended& ended, const IoCall&) {
+      [&](int64_t n, const RunResult& ended, const IoCall&) {
         EXPECT_EQ(tree_of(files, "/root/step-1"), old);
         const std::string saved = fmt::format("/root/step-{}", n + 2);
         if (ended.code == 0) {
@@ -222,7 +225,7 @@ TEST_P(Faults, ARemovalOfOldStepsKeepsTheNewest) {
         }
         return fmt::format("save /model /root --keep 2 --step {} {}", last + 1, kSmall);
       },
-      [&](int64_t n, const Ended& ended, const IoCall&) {
+      [&](int64_t n, const RunResult& ended, const IoCall&) {
         // A save that fails removes nothing. One that succeeds has its own step, and warns if it
         // could not remove another one.
         EXPECT_TRUE(has(last));
@@ -245,7 +248,7 @@ TEST_F(Faults, AFailingCallOfAResumeIsNoReasonForAnOlderStep) {
   const std::string right = program.succeed(line)["state_digest"].text();
   at_every_call(
       kFaults[0], [&](int64_t) { return line; },
-      [&](int64_t n, const Ended& ended, const IoCall&) {
+      [&](int64_t n, const RunResult& ended, const IoCall&) {
         if (n == 0) return;
         if (ended.code != 0) return expect_named(kFaults[0], ended);
         EXPECT_EQ(ended.json()["resumed"]["step"].number(), 2);
@@ -262,7 +265,7 @@ TEST_P(Faults, AFailedConversionIsNotVisibleAndGoesOn) {
   const auto right = tree_of(files, "/right");
   at_every_call(
       GetParam(), [&](int64_t) { return "convert /model /work/out" + words; },
-      [&](int64_t, const Ended& ended, const IoCall&) {
+      [&](int64_t, const RunResult& ended, const IoCall&) {
         if (ended.code != 0) {
           expect_named(GetParam(), ended);
           EXPECT_FALSE(files.exists("/work/out"));
@@ -288,7 +291,7 @@ class Deaths : public Faults {
       for (int64_t n = 1;; ++n) {
         RecordingFileSystem recording(files);
         recording.cut_power_at(n);
-        const Ended ended = ThreadedProgram(recording).run(line(n));
+        const RunResult ended = ThreadedProgram(recording).run(line(n));
         const bool has_died = static_cast<int64_t>(recording.calls().size()) >= n;
         if (loses && has_died) files.lose_unsynced();
         SCOPED_TRACE(fmt::format("call {}, power cut {}: {}", n, loses, ended.err));

@@ -329,9 +329,9 @@ void print_result(const CommonFlags& flags, const Surroundings& at, FunctionRef<
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes) {
   const auto budget = budget_in_force(flags, 1);
   if (!budget) return;
-  Footprint held;
-  held[purpose] = bytes;
-  require_fits(make_promise({{"hold", {held}}}, 0), *budget);
+  Footprint footprint;
+  footprint[purpose] = bytes;
+  require_fits(make_promise({{"hold", {footprint}}}, 0), *budget);
 }
 
 }  // namespace modicum

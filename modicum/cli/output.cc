@@ -51,8 +51,8 @@ LastWords on_int, on_term;
 std::atomic<bool> has_begun_stdout{false};
 
 template <size_t N>
-void copy_text(const std::string& text, std::array<char, N>& into) noexcept {
-  std::memcpy(into.data(), text.data(), std::min(text.size(), N - 1));
+void copy_text(const std::string& text, std::array<char, N>& out) noexcept {
+  std::memcpy(out.data(), text.data(), std::min(text.size(), N - 1));
 }
 
 LastWords last_words(int signal, bool json) {

@@ -41,8 +41,8 @@ const Document& Document::operator[](const std::string& key) const {
   return found->second;
 }
 
-Ended ThreadedProgram::run(const std::vector<std::string>& words) const {
-  Ended ended;
+RunResult ThreadedProgram::run(const std::vector<std::string>& words) const {
+  RunResult ended;
   const auto print = [&](std::string_view text) { ended.out += text; };
   const auto print_error = [&](std::string_view text, int) { ended.err += text; };
   ended.code = run_command_line(words, {.files = files_,
@@ -52,7 +52,7 @@ Ended ThreadedProgram::run(const std::vector<std::string>& words) const {
   return ended;
 }
 
-Ended ThreadedProgram::run(std::string_view line) const {
+RunResult ThreadedProgram::run(std::string_view line) const {
   std::vector<std::string> words;
   for (size_t begin = 0; begin < line.size();) {
     const size_t end = std::min(line.find(' ', begin), line.size());
@@ -63,13 +63,13 @@ Ended ThreadedProgram::run(std::string_view line) const {
 }
 
 Document ThreadedProgram::succeed(std::string_view line) const {
-  const Ended ended = run(std::string(line) + " --json");
+  const RunResult ended = run(std::string(line) + " --json");
   EXPECT_EQ(ended.code, 0) << line << "\n" << ended.out << ended.err;
   return ended.code == 0 ? ended.json() : Document::parse("{}");
 }
 
 Document ThreadedProgram::refuse(int code, std::string_view line) const {
-  const Ended ended = run(std::string(line) + " --json");
+  const RunResult ended = run(std::string(line) + " --json");
   EXPECT_EQ(ended.code, code) << line << "\n" << ended.out << ended.err;
   EXPECT_TRUE(ended.err.starts_with("modicum: ")) << ended.err;
   if (ended.code == 0) return Document::parse(R"({"category":"","message":""})");
@@ -83,24 +83,24 @@ std::string checkpoint_file(const std::vector<MadeTensor>& tensors) {
   JsonWriter header;
   header.begin_object();
   std::string data;
-  for (const MadeTensor& of : tensors) {
+  for (const MadeTensor& tensor : tensors) {
     int64_t numel = 1;
-    header.key(of.name).begin_object().member("dtype", of.dtype).key("shape").begin_array();
-    for (const int64_t size : of.shape) {
+    header.key(tensor.name).begin_object().member("dtype", tensor.dtype).key("shape").begin_array();
+    for (const int64_t size : tensor.shape) {
       header.value(size);
       numel *= size;
     }
     const size_t begin = data.size();
     uint64_t state = 0;
-    for (const char c : of.name) state = state * 257 + static_cast<unsigned char>(c);
+    for (const char c : tensor.name) state = state * 257 + static_cast<unsigned char>(c);
     for (int64_t i = 0; i < numel; ++i) {
       state = state * 6364136223846793005U + 1442695040888963407U;
       const float value = (static_cast<float>(state >> 40) / 0x1p24F - 0.5F) * 0.14F;
       uint32_t bits = 0;
       std::memcpy(&bits, &value, sizeof bits);
-      if (of.dtype == "I64") {
+      if (tensor.dtype == "I64") {
         data += std::string(1, static_cast<char>(i)) + std::string(7, '\0');
-      } else if (of.dtype == "F32") {
+      } else if (tensor.dtype == "F32") {
         for (int byte = 0; byte < 4; ++byte) data += static_cast<char>(bits >> (8 * byte));
       } else {  // BF16
         data += static_cast<char>(bits >> 16);

@@ -43,7 +43,7 @@ class Document {
 };
 
 // The result of a run.
-struct Ended {
+struct RunResult {
   int code = 0;
   std::string out;
   std::string err;
@@ -57,8 +57,8 @@ class ThreadedProgram {
   explicit ThreadedProgram(FileSystem& files) : files_(files) {}
 
   // Runs the program with the words of `line`, which spaces separate.
-  Ended run(std::string_view line) const;
-  Ended run(const std::vector<std::string>& words) const;
+  RunResult run(std::string_view line) const;
+  RunResult run(const std::vector<std::string>& words) const;
   // With --json. The test fails unless the exit code is 0; an empty document is returned then.
   Document succeed(std::string_view line) const;
   // With --json. The test fails unless the exit code is `code`, and the object `error` has that

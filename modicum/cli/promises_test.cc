@@ -50,19 +50,19 @@ int64_t with_process(int64_t ledger_bytes) {
          up(ledger_bytes, 1 << 30) * 4096;
 }
 
-// `of`: a document, or a phase of a rehearsal.
-void expect_exact(const Document& of, const std::string& line) {
-  ASSERT_TRUE(of.has("ranks")) << line;
-  EXPECT_FALSE(of["ranks"].elements().empty());
-  for (const Document& rank : of["ranks"].elements()) {
+// `document`: a document, or a phase of a rehearsal.
+void expect_exact(const Document& document, const std::string& line) {
+  ASSERT_TRUE(document.has("ranks")) << line;
+  EXPECT_FALSE(document["ranks"].elements().empty());
+  for (const Document& rank : document["ranks"].elements()) {
     EXPECT_EQ(rank["promised_bytes"].bytes(), with_process(rank["ledger_peak_bytes"].bytes()))
         << line << " rank " << rank["rank"].number();
   }
 }
 
-std::vector<int64_t> promised(const Document& of) {
+std::vector<int64_t> promised(const Document& document) {
   std::vector<int64_t> bytes;
-  for (const Document& node : of["nodes"].elements()) {
+  for (const Document& node : document["nodes"].elements()) {
     bytes.push_back(node["promised_bytes"].bytes());
   }
   return bytes;
@@ -89,8 +89,8 @@ std::string strategy_in(const std::string& flags) {
   return flags.substr(at + flag.size(), flags.find(' ', at + flag.size()) - at - flag.size());
 }
 
-std::string name_of(const testing::TestParamInfo<std::string>& of) {
-  std::string name = of.param;
+std::string name_of(const testing::TestParamInfo<std::string>& info) {
+  std::string name = info.param;
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
 }
@@ -213,9 +213,9 @@ TEST_F(Promises, AConversionHoldsAtMostAndNearlyWhatItPromises) {
     const Document document = program.succeed(line);
     ASSERT_TRUE(document.has("ranks")) << line;
     const Document& rank = document["ranks"][0];
-    const int64_t held = with_process(rank["ledger_peak_bytes"].bytes());
-    EXPECT_LE(held, rank["promised_bytes"].bytes()) << line;
-    EXPECT_GE(held, rank["promised_bytes"].bytes() - 128 * 1024) << line;
+    const int64_t ledger_bytes = with_process(rank["ledger_peak_bytes"].bytes());
+    EXPECT_LE(ledger_bytes, rank["promised_bytes"].bytes()) << line;
+    EXPECT_GE(ledger_bytes, rank["promised_bytes"].bytes() - 128 * 1024) << line;
   };
   int number = 0;
   for (const char* flags : {"", "--dtype float32", "--dtype float16 --shard-size 2000", "--sparse",
@@ -232,10 +232,10 @@ TEST_P(PromisesByFormat, AStepHoldsWhatItPromises) {
         fmt::format("step --params 1920K --steps 3 --no-compare --threads 1 --ranks {} "
                     "--grad-dtype bfloat16 --state-format {}",
                     ranks, GetParam()));
-    const Document& held = document["held_bytes_per_param"];
-    EXPECT_EQ(held["step_1"]["ledger"].number(), held["last_step"]["ledger"].number());
+    const Document& held_bytes = document["held_bytes_per_param"];
+    EXPECT_EQ(held_bytes["step_1"]["ledger"].number(), held_bytes["last_step"]["ledger"].number());
     const double params = document["params"].number();
-    const double ledger_bytes = held["last_step"]["ledger"].number() * params;
+    const double ledger_bytes = held_bytes["last_step"]["ledger"].number() * params;
     EXPECT_GT(ledger_bytes, 2 * params);
     EXPECT_LE(ledger_bytes, document["promised_bytes"].number());
   }
@@ -284,11 +284,11 @@ void expect_promised_job(const ThreadedProgram& program, const std::string& dire
     const std::string name = phase["phase"].text() == "step_1" ? "step" : phase["phase"].text();
     std::vector<int64_t> planned;
     for (const Document& job : jobs) {
-      for (const Document& of : job["phases"].elements()) {
-        if (of["phase"].text() != name) continue;
-        planned.push_back(of["bytes"].bytes());
+      for (const Document& job_phase : job["phases"].elements()) {
+        if (job_phase["phase"].text() != name) continue;
+        planned.push_back(job_phase["bytes"].bytes());
         int64_t sum = 0;
-        for (const auto& [purpose, bytes] : of["by_purpose"].members()) sum += bytes.bytes();
+        for (const auto& [purpose, bytes] : job_phase["by_purpose"].members()) sum += bytes.bytes();
         EXPECT_EQ(sum, planned.back()) << words << " " << name << "\n";
       }
     }
@@ -386,12 +386,12 @@ TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
   EXPECT_EQ(peak, std::max(job["save_peak_bytes"].bytes(), job["resume_peak_bytes"].bytes()));
   std::map<std::string, int64_t> alone, parts;
   int64_t highest = 0;
-  for (const Document& of : node["phases"].elements()) {
-    alone[of["phase"].text()] = of["bytes"].bytes();
-    if (of["phase"].text() != "step") highest = std::max(highest, of["bytes"].bytes());
+  for (const Document& phase : node["phases"].elements()) {
+    alone[phase["phase"].text()] = phase["bytes"].bytes();
+    if (phase["phase"].text() != "step") highest = std::max(highest, phase["bytes"].bytes());
   }
-  for (const Document& of : job["phases"].elements()) {
-    parts[of["phase"].text()] = of["bytes"].bytes();
+  for (const Document& phase : job["phases"].elements()) {
+    parts[phase["phase"].text()] = phase["bytes"].bytes();
   }
   EXPECT_EQ(parts["load"], highest);
   EXPECT_EQ(parts["step"], alone["step"]);
@@ -472,7 +472,7 @@ TEST_P(PromisesByStrategy, TheBudgetIsExactToTheByte) {
     }
     const std::string asked = fmt::format("plan {} --budget ", flags);
     EXPECT_TRUE(program.succeed(fmt::format("{}{}", asked, needed))["fits"].is_true());
-    const Ended refused = program.run(fmt::format("{}{} --json", asked, needed - 1));
+    const RunResult refused = program.run(fmt::format("{}{} --json", asked, needed - 1));
     EXPECT_EQ(refused.code, 15);
     EXPECT_FALSE(refused.json()["fits"].is_true());
     EXPECT_EQ(refused.json()["shortfall_bytes"].bytes(), 1);
@@ -540,7 +540,7 @@ TEST_F(Promises, SuggestedAlternativesFit) {
                   strategy_in(asked));
     int seen = 0;
     for (const int64_t budget : {least - 1, least * 3 / 4}) {
-      const Ended ended =
+      const RunResult ended =
           program.run(fmt::format("plan /dense{} --budget {} --json", words, budget));
       EXPECT_EQ(ended.code, 15) << words;
       EXPECT_NE(ended.err.find("BUDGET"), std::string::npos);
@@ -551,21 +551,23 @@ TEST_F(Promises, SuggestedAlternativesFit) {
       const Document error =
           program.refuse(15, fmt::format("load /dense{} --budget {}", words, budget));
       EXPECT_EQ(error["shortfall_bytes"].bytes(), least - budget);
-      for (const Document& one : refused["would_fit"].elements()) {
-        EXPECT_LE(one["peak_bytes"].bytes(), budget);
+      for (const Document& alternative : refused["would_fit"].elements()) {
+        EXPECT_LE(alternative["peak_bytes"].bytes(), budget);
         if (++seen > 12) break;
-        std::string values =
-            fmt::format("--strategy {} --staging {} --ranks-per-node {}", one["strategy"].text(),
-                        one["staging_bytes"].bytes(), one["ranks_per_node"].bytes());
-        if (!one["state_format"].is_null()) {
-          values += " --optimizer adamw:" + one["state_format"].text();
+        std::string values = fmt::format(
+            "--strategy {} --staging {} --ranks-per-node {}", alternative["strategy"].text(),
+            alternative["staging_bytes"].bytes(), alternative["ranks_per_node"].bytes());
+        if (!alternative["state_format"].is_null()) {
+          values += " --optimizer adamw:" + alternative["state_format"].text();
         }
         for (const std::string& flags :
-             {changed(words, values), changed(words, one["flags"].text())}) {
+             {changed(words, values), changed(words, alternative["flags"].text())}) {
           const Document plan =
               program.succeed(fmt::format("plan /dense{} --budget {}", flags, budget));
           EXPECT_TRUE(plan["fits"].is_true()) << flags;
-          EXPECT_EQ(node_peak(plan, one["strategy"].text()), one["peak_bytes"].bytes()) << flags;
+          EXPECT_EQ(node_peak(plan, alternative["strategy"].text()),
+                    alternative["peak_bytes"].bytes())
+              << flags;
         }
       }
     }
@@ -579,9 +581,10 @@ TEST_F(Promises, AlternativesChangeAsLittleAsPossible) {
   const int64_t budget = node_peak(program.succeed(words), "own-shard");
   const Document refused = program.run(fmt::format("{} --budget {} --json", words, budget)).json();
   bool has_own_shard = false;
-  for (const Document& one : refused["would_fit"].elements()) {
-    has_own_shard |= one["strategy"].text() == "own-shard";
-    EXPECT_NE(one["strategy"].text() != "full-per-rank", one["ranks_per_node"].number() != 4);
+  for (const Document& alternative : refused["would_fit"].elements()) {
+    has_own_shard |= alternative["strategy"].text() == "own-shard";
+    EXPECT_NE(alternative["strategy"].text() != "full-per-rank",
+              alternative["ranks_per_node"].number() != 4);
   }
   EXPECT_TRUE(has_own_shard);
   const Document none =
@@ -593,12 +596,12 @@ TEST_F(Promises, AlternativesChangeAsLittleAsPossible) {
 
 TEST_F(Promises, TheTextOfAPlanThatDoesNotFitNamesAnAlternative) {
   const std::string words = "plan /moe --ranks 2 --strategy own-shard --staging 32MiB";
-  const Ended ended = program.run(words + " --budget 24MiB");
+  const RunResult ended = program.run(words + " --budget 24MiB");
   EXPECT_EQ(ended.code, 15);
   for (const char* part : {"does not fit", "too little", "would fit: --staging "}) {
     EXPECT_NE(ended.out.find(part), std::string::npos) << ended.out;
   }
-  const Ended quiet = program.run(words + " --budget 24MiB -q");
+  const RunResult quiet = program.run(words + " --budget 24MiB -q");
   EXPECT_EQ(quiet.code, 15);
   EXPECT_EQ(quiet.out, "");
   EXPECT_TRUE(quiet.err.starts_with("modicum: BUDGET"));

@@ -42,7 +42,8 @@ LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, cons
     const std::string path = step.path;
     try {
       LoadReport report = resume_from(at, common, flags, std::move(step), then);
-      for (const SkippedStep& of : skipped) report.resumed->skipped.push_back({of.step, of.reason});
+      for (const SkippedStep& skipped_step : skipped)
+        report.resumed->skipped.push_back({skipped_step.step, skipped_step.reason});
       return report;
     } catch (const Error& error) {
       const bool is_bad = is_damage(error.category());

@@ -71,8 +71,8 @@ struct Cut {
   }
 };
 
-std::string name_of(const testing::TestParamInfo<std::string>& of) {
-  std::string name = of.param;
+std::string name_of(const testing::TestParamInfo<std::string>& info) {
+  std::string name = info.param;
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
 }
@@ -83,8 +83,12 @@ class ResumedWorlds : public testing::TestWithParam<std::string> {
     files.put("/model/model.safetensors", checkpoint_file(kTensors));
     JsonWriter json;
     json.begin_object().key("targets").begin_object();
-    for (const MadeTensor& of : kTensors) {
-      json.key(of.name).begin_object().member("op", "stored").member("name", of.name).end_object();
+    for (const MadeTensor& tensor : kTensors) {
+      json.key(tensor.name)
+          .begin_object()
+          .member("op", "stored")
+          .member("name", tensor.name)
+          .end_object();
     }
     json.key("head.weight").begin_object().member("op", "alias").member("of", "embed.weight");
     json.end_object().end_object();
@@ -162,7 +166,7 @@ TEST_P(ResumedWorldsByFormat, AreResumedInEveryFormat) {
   program.succeed(
       fmt::format("save /model /root {} --step 3 --steps 3{}", words(format), saved.flags()));
   for (const std::string& to : kFormats) {
-    std::optional<Document> one;
+    std::optional<Document> first;
     for (const Cut& cut : cuts) {
       if (!cut.holds(to)) continue;
       const std::string resume = fmt::format(
@@ -170,10 +174,10 @@ TEST_P(ResumedWorldsByFormat, AreResumedInEveryFormat) {
       SCOPED_TRACE(resume);
       const Document document = program.succeed(resume);
       EXPECT_TRUE(document["not_compared"].elements().empty());
-      if (!one) one = document;
+      if (!first) first = document;
       for (const char* key : {"digest", "state_digest", "compared_bytes"}) {
-        EXPECT_EQ(document[key].text(), (*one)[key].text()) << key;
-        EXPECT_EQ(document[key].number(), (*one)[key].number()) << key;
+        EXPECT_EQ(document[key].text(), (*first)[key].text()) << key;
+        EXPECT_EQ(document[key].number(), (*first)[key].number()) << key;
       }
       if (HasFailure()) return;
     }
@@ -259,9 +263,10 @@ class Rehearsals : public ResumedWorlds {
 
 TEST_F(Rehearsals, HaveThePhasesOfTheirSteps) {
   const auto names = [](const Document& document) {
-    std::vector<std::string> of;
-    for (const Document& phase : document["phases"].elements()) of.push_back(phase["phase"].text());
-    return of;
+    std::vector<std::string> phases;
+    for (const Document& phase : document["phases"].elements())
+      phases.push_back(phase["phase"].text());
+    return phases;
   };
   const Document three = rehearse("fp32", "--ranks 3 --ranks-per-node 2 --steps 3");
   EXPECT_EQ(names(three), (std::vector<std::string>{"load", "step_1", "step_3"}));
@@ -344,12 +349,12 @@ TEST_F(Rehearsals, ClippingAndSeedChangeTheState) {
   const Document free = rehearse("fp32", "");
   const double norm = free["grad_norm"].number();
   const std::string digest = free["digest_uninterrupted"].text();
-  const auto of = [&](const std::string& flags) {
+  const auto digest_with = [&](const std::string& flags) {
     return rehearse("fp32", flags)["digest_uninterrupted"].text();
   };
-  EXPECT_EQ(of(fmt::format("--clip {}", 2 * norm)), digest);
-  const std::string tight = of(fmt::format("--clip {}", norm / 2));
-  const std::string other = of("--seed 1");
+  EXPECT_EQ(digest_with(fmt::format("--clip {}", 2 * norm)), digest);
+  const std::string tight = digest_with(fmt::format("--clip {}", norm / 2));
+  const std::string other = digest_with("--seed 1");
   EXPECT_NE(tight, digest);
   EXPECT_NE(other, digest);
   EXPECT_NE(tight, other);

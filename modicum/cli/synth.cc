@@ -14,17 +14,17 @@ namespace {
 
 constexpr uint64_t kChunkBytes = 4 * kMiB;  // a thread's buffer, as in synth/write.cc
 
-std::string json_of(const SynthResult& made) {
+std::string json_of(const SynthResult& result) {
   JsonWriter json;
-  json.begin_object().member("files", made.files).member("tensors", made.tensors);
-  json.member("data_bytes", made.data_bytes).member("written_bytes", made.written_bytes);
+  json.begin_object().member("files", result.files).member("tensors", result.tensors);
+  json.member("data_bytes", result.data_bytes).member("written_bytes", result.written_bytes);
   return json.end_object().text();
 }
 
-std::string text_of(const SynthResult& made, const std::string& out) {
+std::string text_of(const SynthResult& result, const std::string& out) {
   return fmt::format("{}: {} in {} tensors, {} file(s), {} written\n", out,
-                     format_size(made.data_bytes), made.tensors, made.files,
-                     format_size(made.written_bytes));
+                     format_size(result.data_bytes), result.tensors, result.files,
+                     format_size(result.written_bytes));
 }
 
 // Writes the checkpoint, or removes the unfinished one on a stop signal.
@@ -81,9 +81,9 @@ int run_synth(const Args& args, const Surroundings& at) {
     if (!progress) progress.emplace(common, total_bytes, at);
     progress->show(written_bytes);
   };
-  const SynthResult made = write_unless_stopped(at.files, out, options);
+  const SynthResult result = write_unless_stopped(at.files, out, options);
   print_result(
-      common, at, [&] { return json_of(made); }, [&] { return text_of(made, out); });
+      common, at, [&] { return json_of(result); }, [&] { return text_of(result, out); });
   return 0;
 }
 

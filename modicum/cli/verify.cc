@@ -38,7 +38,7 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
   try {
-    const Verified verified = verify_step(files, path, [] {});
+    const Verification verified = verify_step(files, path, [] {});
     for (const VerifiedFile& file : verified.files) {
       if (file.fault) {
         add_fault(report, prefix + file.name, file.bytes, *file.fault);
@@ -58,7 +58,7 @@ void add_damaged(VerifyReport& report, FileSystem& files, const std::string& roo
   DamagedStep damaged{.step = *damaged_step_of(name), .path = join_path(root, name)};
   try {
     damaged.bytes = bytes_below(files, damaged.path);
-    const Verified verified = verify_step(files, damaged.path, [] {});
+    const Verification verified = verify_step(files, damaged.path, [] {});
     if (const Error* const fault = verified.first_fault()) damaged.reason = fault->what();
   } catch (const Error& error) {
     damaged.reason = error.what();

@@ -141,8 +141,8 @@ int run_watch(const Args& args, const Surroundings& at) {
       ->type_name("A.json B.json");
   app.option_defaults()->group(kRareFlags);
   app.add_flag("--tied", flags.tied, "COMMAND ends if this process ends; for --report of load");
-  const auto [own, command] = split_at_dashes(args);
-  if (const auto done = parse(app, own, at)) return *done;
+  const auto [watch_args, command] = split_at_dashes(args);
+  if (const auto done = parse(app, watch_args, at)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
       fail(Category::usage, "--compare takes no COMMAND, no --limit and no --trace");

@@ -26,15 +26,15 @@ class File {
   virtual const std::string& name() const noexcept = 0;  // base name, for messages
   virtual FileIdentity identity() = 0;                   // fstat of the open file. Throws IO.
 
-  // Fills `into` with the file's bytes from `offset` on; continues interrupted and short reads.
+  // Fills `out` with the file's bytes from `offset` on; continues interrupted and short reads.
   // Throws FORMAT.TRUNC if the file ends inside the range (the facts `expected` and `got` are the
   // bytes asked for and read), and IO, with errno's name and the offset, on any other failure.
-  virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
+  virtual void read(std::span<std::byte> out, uint64_t offset) = 0;
 
   // As `read`, but bypasses the page cache (O_DIRECT): each part is read into `room`, which is
   // page-aligned and has a page or more, and copied from there. Returns false if that fails for any
-  // reason; the contents of `into` are then undefined.
-  virtual bool read_around(std::span<std::byte> into, uint64_t offset,
+  // reason; the contents of `out` are then undefined.
+  virtual bool read_around(std::span<std::byte> out, uint64_t offset,
                            std::span<std::byte> room) noexcept = 0;
 
   // Writes `from` at byte `offset`. Throws NOSPACE or IO.
@@ -87,7 +87,7 @@ class LockedFile {
 
 enum class LockState {
   free,
-  held,     // by this process or another one
+  locked,   // by this process or another one
   unknown,  // the file can't be opened, or the file system has no locks
 };
 
@@ -114,10 +114,11 @@ class FileSystem {
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
-  // As `open`, but of a link opens only a file below one of the directories `own`, which are real
+  // As `open`, but of a link opens only a file below one of the `directories`, which are real
   // paths; returns null for other links. Another process may change the links meanwhile. (A
   // FileSystem without links need not override this and real_path.)
-  virtual std::unique_ptr<File> open_own(const std::string& path, std::span<const std::string> own);
+  virtual std::unique_ptr<File> open_own(const std::string& path,
+                                         std::span<const std::string> directories);
   // The absolute path of the same file or directory, without links.
   virtual std::string real_path(const std::string& path) { return path; }
   // Creates a file for writing. Throws CONFLICT if the path exists.
@@ -177,7 +178,7 @@ class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;
   std::unique_ptr<File> open_own(const std::string& path,
-                                 std::span<const std::string> own) override;
+                                 std::span<const std::string> directories) override;
   std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;

@@ -76,7 +76,7 @@ class RecordingFileSystem final : public FileSystem {
   ~RecordingFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
   std::unique_ptr<File> open_own(const std::string& path,
-                                 std::span<const std::string> own) override;
+                                 std::span<const std::string> directories) override;
   std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;

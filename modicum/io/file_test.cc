@@ -112,10 +112,10 @@ TEST_P(FileSystemTest, CreateNeverReplaces) {
 
 // Each writer has a separate File, as the ranks of a save have.
 TEST_P(FileSystemTest, SeveralWritersFillOneFile) {
-  const std::unique_ptr<File> made = files().create(at("a"));
-  made->allocate(6);
-  EXPECT_EQ(made->identity().size_bytes, 6U);
-  made->close();
+  const std::unique_ptr<File> file = files().create(at("a"));
+  file->allocate(6);
+  EXPECT_EQ(file->identity().size_bytes, 6U);
+  file->close();
   for (const auto& [offset, text] : {std::pair(3, "def"), std::pair(0, "abc")}) {
     const std::unique_ptr<File> writer = files().open_to_write(at("a"));
     writer->write(as_bytes(text), static_cast<uint64_t>(offset));
@@ -394,7 +394,9 @@ TEST(PosixFile, CacheHintsAreCorrectWhereSupported) {
   PosixFileSystem files;
   write_file(files, temp / "a", std::string(4 << 20, 'x'));
   const std::unique_ptr<File> file = files.open(temp / "a");
-  const auto is_cached = [](File& of) { return of.cached_bytes(0, 4 << 20) == 4 << 20; };
+  const auto is_cached = [](File& cached_file) {
+    return cached_file.cached_bytes(0, 4 << 20) == 4 << 20;
+  };
   read_text(*file, 0, 4 << 20);
   if (!is_cached(*file)) GTEST_SKIP() << "this kernel has no cachestat";
   file->drop_cached(0, 0);
@@ -433,8 +435,8 @@ TEST(PosixFile, ReadsAroundThePageCache) {
   file->drop_cached(0, kSize);
   std::string got(kSize, '?');
   const auto read = [&](uint64_t begin, uint64_t end) {
-    const auto into = std::as_writable_bytes(std::span(got)).first(end - begin);
-    return file->read_around(into, begin, room);
+    const auto target = std::as_writable_bytes(std::span(got)).first(end - begin);
+    return file->read_around(target, begin, room);
   };
   if (!read(0, 1)) GTEST_SKIP() << "this file system has no direct I/O";
   for (const auto& [begin, end] : {std::pair<uint64_t, uint64_t>{0, kSize},

@@ -148,18 +148,18 @@ class MemoryFile final : public File {
             .ctime_ns = file.mtime_ns};
   }
 
-  void read(std::span<std::byte> into, uint64_t offset) override {
+  void read(std::span<std::byte> out, uint64_t offset) override {
     const std::lock_guard lock(state_.mutex);
     const std::string& bytes = inode().now.bytes;
     if (for_writing_) fail_errno(EBADF, "read failed", {.file = name_, .offset = offset});
     const uint64_t left = offset < bytes.size() ? bytes.size() - offset : 0;
-    const size_t got = std::min<uint64_t>(left, into.size());
-    if (got != 0) std::memcpy(into.data(), bytes.data() + offset, got);
-    if (got == into.size()) return;
+    const size_t got = std::min<uint64_t>(left, out.size());
+    if (got != 0) std::memcpy(out.data(), bytes.data() + offset, got);
+    if (got == out.size()) return;
     fail(Category::format_trunc, "the file ends inside the range to read",
          {.file = name_,
           .offset = offset,
-          .expected = std::to_string(into.size()),
+          .expected = std::to_string(out.size()),
           .got = std::to_string(got)});
   }
 
@@ -201,12 +201,12 @@ class MemoryFile final : public File {
     is_open_ = false;
   }
 
-  bool read_around(std::span<std::byte> into, uint64_t offset,
+  bool read_around(std::span<std::byte> out, uint64_t offset,
                    std::span<std::byte>) noexcept override {
     const std::lock_guard lock(state_.mutex);
     const std::string& bytes = inode().now.bytes;
-    if (offset > bytes.size() || into.size() > bytes.size() - offset) return false;
-    std::memcpy(into.data(), bytes.data() + offset, into.size());
+    if (offset > bytes.size() || out.size() > bytes.size() - offset) return false;
+    std::memcpy(out.data(), bytes.data() + offset, out.size());
     return true;
   }
   std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override {
@@ -392,7 +392,7 @@ std::optional<SeenFile> MemoryFileSystem::look_at(const std::string& path) {
   const Inode& file = state_->inodes[*number];
   SeenFile seen{.text = file.now.bytes, .mtime_ns = file.mtime_ns};
   if (state_->has_locks) {
-    seen.lock = state_->locked.contains(*number) ? LockState::held : LockState::free;
+    seen.lock = state_->locked.contains(*number) ? LockState::locked : LockState::free;
   }
   return seen;
 }

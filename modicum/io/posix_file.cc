@@ -49,31 +49,31 @@ class PosixFile final : public File {
     return identity_of(status);
   }
 
-  void read(std::span<std::byte> into, uint64_t offset) override {
+  void read(std::span<std::byte> out, uint64_t offset) override {
     size_t done = 0;
-    while (done < into.size()) {
-      const size_t size = std::min(into.size() - done, kMostPerCall);
+    while (done < out.size()) {
+      const size_t size = std::min(out.size() - done, kMostPerCall);
       const ssize_t got = uninterrupted([&] {
-        return ::pread(fd(), into.data() + done, size, static_cast<off_t>(offset + done));
+        return ::pread(fd(), out.data() + done, size, static_cast<off_t>(offset + done));
       });
       if (got < 0) fail_errno(errno, "read failed", {.file = name_, .offset = offset + done});
       if (got == 0) {
         fail(Category::format_trunc, "the file ends inside the range to read",
              {.file = name_,
               .offset = offset,
-              .expected = std::to_string(into.size()),
+              .expected = std::to_string(out.size()),
               .got = std::to_string(done)});
       }
       done += static_cast<size_t>(got);
     }
   }
 
-  bool read_around(std::span<std::byte> into, uint64_t offset,
+  bool read_around(std::span<std::byte> out, uint64_t offset,
                    std::span<std::byte> room) noexcept override {
     std::call_once(direct_opened_, [this] { open_direct(); });
     if (!direct_) return false;
     const uint64_t most = room.size() / kPageBytes * kPageBytes;
-    const uint64_t end = offset + into.size();
+    const uint64_t end = offset + out.size();
     for (uint64_t at = offset; at < end;) {
       const uint64_t begin = at / kPageBytes * kPageBytes;
       const uint64_t size = std::min(most, round_up(end, kPageBytes) - begin);
@@ -82,7 +82,7 @@ class PosixFile final : public File {
       const uint64_t next = std::min(end, begin + size);
       // The file may end on the last page that is read, but not before `next`.
       if (got < 0 || begin + static_cast<uint64_t>(got) < next) return false;
-      std::memcpy(into.data() + (at - offset), room.data() + (at - begin), next - at);
+      std::memcpy(out.data() + (at - offset), room.data() + (at - begin), next - at);
       at = next;
     }
     return true;
@@ -130,8 +130,8 @@ class PosixFile final : public File {
     struct statvfs system {};
     if (::fstat(fd(), &status) != 0 || ::fstatvfs(fd(), &system) != 0) return;
     // st_blocks counts units of 512 bytes on every file system.
-    const uint64_t held = saturating_mul(static_cast<uint64_t>(status.st_blocks), 512);
-    const uint64_t needed = size_bytes - std::min(size_bytes, held);
+    const uint64_t allocated_bytes = saturating_mul(static_cast<uint64_t>(status.st_blocks), 512);
+    const uint64_t needed = size_bytes - std::min(size_bytes, allocated_bytes);
     const uint64_t free = saturating_mul(system.f_bfree, system.f_frsize);
     // Some file systems (FUSE) report 0 blocks in total: their free space is not known.
     if (system.f_blocks == 0 || needed <= free) return;
@@ -282,15 +282,15 @@ std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
 // What the link leads to is opened as a mere place first, of which the kernel knows the real path:
 // no file elsewhere is opened, not even a device, and the path is that of the file which is read.
 std::unique_ptr<File> PosixFileSystem::open_own(const std::string& path,
-                                                std::span<const std::string> own) {
+                                                std::span<const std::string> directories) {
   if (link_target(path).empty()) return open_regular(path, O_RDONLY | O_NOFOLLOW);
   const Descriptor place = Descriptor::open(path.c_str(), O_PATH);
   if (!place.is_valid()) fail_errno(errno, "cannot open", about(path));
   const std::string opened = path_of(place.get());
   const std::string real = link_target(opened);
-  const bool is_own = std::any_of(own.begin(), own.end(), [&](const std::string& directory) {
-    return real.starts_with(join_path(directory, ""));
-  });
+  const bool is_own = std::any_of(
+      directories.begin(), directories.end(),
+      [&](const std::string& directory) { return real.starts_with(join_path(directory, "")); });
   return is_own ? open_regular(path, O_RDONLY, opened.c_str()) : nullptr;
 }
 
@@ -360,10 +360,10 @@ namespace {
 int rename_places(const std::string& from, const std::string& to, unsigned int flags) {
   const Place source = open_place(from, "cannot rename");
   const Place target = open_place(to, "cannot rename");
-  const int in = source.directory.get(), into = target.directory.get();
+  const int in = source.directory.get(), destination = target.directory.get();
   const char* const name = source.name.c_str();
-  if (flags == 0) return ::renameat(in, name, into, target.name.c_str());
-  return ::renameat2(in, name, into, target.name.c_str(), flags);
+  if (flags == 0) return ::renameat(in, name, destination, target.name.c_str());
+  return ::renameat2(in, name, destination, target.name.c_str(), flags);
 }
 
 }  // namespace

@@ -34,8 +34,8 @@ class LocksOfProcess {
     static std::atomic<LocksOfProcess*> current{nullptr};
     LocksOfProcess* found = current.load();
     if (found != nullptr && found->pid_ == ::getpid()) return *found;
-    auto made = std::make_unique<LocksOfProcess>(found);
-    if (current.compare_exchange_strong(found, made.get())) found = made.release();
+    auto created = std::make_unique<LocksOfProcess>(found);
+    if (current.compare_exchange_strong(found, created.get())) found = created.release();
     return *found;
   }
   explicit LocksOfProcess(const LocksOfProcess* of_parent) : of_parent_(of_parent) {}
@@ -103,20 +103,20 @@ class PosixLockedFile final : public LockedFile {
   const pid_t pid_ = ::getpid();
 };
 
-struct Opened {
+struct OpenLockFile {
   Descriptor descriptor;
   bool is_new = false;
 };
 
-Opened open_or_create(const Place& place, const std::string& path) {
+OpenLockFile open_or_create(const Place& place, const std::string& path) {
   constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   const auto open = [&](int flags) {
     return Descriptor(uninterrupted(
         [&] { return ::openat(place.directory.get(), place.name.c_str(), flags, 0666); }));
   };
   while (true) {
-    Descriptor made = open(kFlags | O_CREAT | O_EXCL);
-    if (made.is_valid()) return {std::move(made), true};
+    Descriptor created = open(kFlags | O_CREAT | O_EXCL);
+    if (created.is_valid()) return {std::move(created), true};
     if (errno != EEXIST) fail_errno(errno, "cannot create", about(path));
     Descriptor found = open(kFlags);
     if (found.is_valid()) return {std::move(found), false};
@@ -135,7 +135,7 @@ bool still_names(const Place& place, const FileKey& key) noexcept {
 LockState state_of(int fd) noexcept {
   struct flock lock = write_lock();
   if (uninterrupted([&] { return ::fcntl(fd, F_GETLK, &lock); }) != 0) return LockState::unknown;
-  return lock.l_type == F_UNLCK ? LockState::free : LockState::held;
+  return lock.l_type == F_UNLCK ? LockState::free : LockState::locked;
 }
 
 // Sets `error` if it can't be read.
@@ -160,14 +160,14 @@ std::unique_ptr<LockedFile> PosixFileSystem::lock(const std::string& path) {
     struct stat status {};
     if (::lstat(path.c_str(), &status) == 0 && locks.files.contains(key_of(status))) return nullptr;
     const Place place = open_place(path, "cannot create");
-    Opened opened = open_or_create(place, path);
+    OpenLockFile opened = open_or_create(place, path);
     if (::fstat(opened.descriptor.get(), &status) != 0) {
       fail_errno(errno, "cannot stat the file", about(path));
     }
     if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
     const FileKey key = key_of(status);
-    if (const auto held = locks.files.find(key); held != locks.files.end()) {
-      held->second.push_back(std::move(opened.descriptor));
+    if (const auto entry = locks.files.find(key); entry != locks.files.end()) {
+      entry->second.push_back(std::move(opened.descriptor));
       return nullptr;
     }
     struct flock lock = write_lock();
@@ -199,12 +199,12 @@ std::optional<SeenFile> PosixFileSystem::look_at(const std::string& path) {
   }
   seen.mtime_ns = mtime_of(status);
   seen.text = beginning_of(file.get(), seen.error);
-  const auto held = locks.files.find(key_of(status));
-  if (held == locks.files.end()) {
+  const auto entry = locks.files.find(key_of(status));
+  if (entry == locks.files.end()) {
     seen.lock = state_of(file.get());
   } else {
-    seen.lock = LockState::held;
-    held->second.push_back(std::move(file));
+    seen.lock = LockState::locked;
+    entry->second.push_back(std::move(file));
   }
   return seen;
 }

@@ -30,7 +30,7 @@ bool is_true_in_child(const std::function<bool()>& act) {
 struct LockedFiles : testing::Test {
   LockState state() { return files.look_at(path)->lock; }
   bool is_held_for_others() {
-    return is_true_in_child([this] { return !files.lock(path) && state() == LockState::held; });
+    return is_true_in_child([this] { return !files.lock(path) && state() == LockState::locked; });
   }
 
   const TempDir temp;
@@ -47,7 +47,7 @@ TEST_F(LockedFiles, AreLockedByOneProcess) {
   EXPECT_TRUE(is_held_for_others());
   EXPECT_EQ(files.lock(path), nullptr) << "not twice in a process either";
   EXPECT_EQ(files.look_at(path)->text, "text");
-  EXPECT_EQ(state(), LockState::held);
+  EXPECT_EQ(state(), LockState::locked);
   EXPECT_TRUE(is_held_for_others()) << "reading the file has ended its lock";
   file.reset();
   EXPECT_EQ(state(), LockState::free);
@@ -58,9 +58,9 @@ TEST_F(LockedFiles, AreLockedByOneProcess) {
 TEST_F(LockedFiles, AForkedChildNeitherHasNorEndsTheLock) {
   std::unique_ptr<LockedFile> file = files.lock(path);
   EXPECT_TRUE(is_true_in_child([&] {
-    const bool is_held = state() == LockState::held;
+    const bool is_held = state() == LockState::locked;
     file.reset();  // the child's copy
-    return is_held && state() == LockState::held;
+    return is_held && state() == LockState::locked;
   }));
   EXPECT_TRUE(is_held_for_others());
 }
@@ -128,7 +128,7 @@ TEST_F(LockedFiles, AKilledProcessHasNoLock) {
   }
   char byte = 0;
   ASSERT_EQ(read(ready[0], &byte, 1), 1);
-  EXPECT_EQ(state(), LockState::held);
+  EXPECT_EQ(state(), LockState::locked);
   EXPECT_EQ(files.lock(path), nullptr);
   ASSERT_EQ(kill(owner, SIGKILL), 0);
   ASSERT_EQ(waitpid(owner, nullptr, 0), owner);
@@ -138,8 +138,8 @@ TEST_F(LockedFiles, AKilledProcessHasNoLock) {
 TEST_F(LockedFiles, AFileThatWasRemovedIsMadeAgain) {
   const std::unique_ptr<LockedFile> removed = files.lock(path);
   files.remove(path);
-  const std::unique_ptr<LockedFile> made = files.lock(path);
-  ASSERT_TRUE(made && made->is_new());
+  const std::unique_ptr<LockedFile> lock = files.lock(path);
+  ASSERT_TRUE(lock && lock->is_new());
   EXPECT_TRUE(is_held_for_others());
 }
 

@@ -117,14 +117,15 @@ class PlaceTest : public testing::Test {
 TEST_F(PlaceTest, AChangeRefusesALinkOnItsPathAndNamesIt) {
   fs::create_directory_symlink(outside, tree + "/link");
   for (const auto& [name, change] : changes) {
-    for (const char* const of : {"/link/a", "/link/new", "/link/full", "/link/d/a", "/link/a/"}) {
+    for (const char* const place :
+         {"/link/a", "/link/new", "/link/full", "/link/d/a", "/link/a/"}) {
       for (const bool is_first : {true, false}) {
         if (!is_first && std::string(name).find("rename") != 0) continue;
         const std::string to = tree + "/renamed";
         if (!is_first) std::ofstream(to) << "x";
         try {
-          change(is_first ? tree + of : to, is_first ? to : tree + of);
-          ADD_FAILURE() << name << " " << of;
+          change(is_first ? tree + place : to, is_first ? to : tree + place);
+          ADD_FAILURE() << name << " " << place;
         } catch (const Error& error) {
           EXPECT_EQ(error.category(), Category::conflict) << name << " " << error.what();
           const std::string what = error.what();

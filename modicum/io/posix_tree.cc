@@ -53,7 +53,7 @@ class TreeRemoval {
   void run(const std::string& name) {
     empty(top_, name);
     while (!moved_.empty()) {
-      const Moved next = std::move(moved_.back());
+      const MovedEntry next = std::move(moved_.back());
       moved_.pop_back();
       const Descriptor directory = open_directory(top_, next.now);
       if (directory.is_valid()) {
@@ -69,7 +69,7 @@ class TreeRemoval {
   }
 
  private:
-  struct Moved {
+  struct MovedEntry {
     std::string was, now;  // base names
   };
 
@@ -112,16 +112,16 @@ class TreeRemoval {
   }
 
   const int top_;
-  std::vector<Moved> moved_;  // into `top_`
+  std::vector<MovedEntry> moved_;  // into `top_`
   uint64_t next_ = 0;
   int error_ = 0;  // the first one
   std::string failed_;
 };
 
-void remove_entries(const Place& of) {
-  const Descriptor directory = open_directory(of.directory.get(), of.name);
-  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(of.name));
-  TreeRemoval(directory.get()).run(of.name);
+void remove_entries(const Place& place) {
+  const Descriptor directory = open_directory(place.directory.get(), place.name);
+  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(place.name));
+  TreeRemoval(directory.get()).run(place.name);
 }
 
 }  // namespace

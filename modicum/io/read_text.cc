@@ -76,9 +76,9 @@ std::optional<FileSystemSpace> space_of(const std::string& path) {
 
 namespace {
 
-std::string identity_text(const FileIdentity& of) {
-  return fmt::format("{} bytes, device {}, inode {}, mtime {} ns, ctime {} ns", of.size_bytes,
-                     of.device, of.inode, of.mtime_ns, of.ctime_ns);
+std::string identity_text(const FileIdentity& identity) {
+  return fmt::format("{} bytes, device {}, inode {}, mtime {} ns, ctime {} ns", identity.size_bytes,
+                     identity.device, identity.inode, identity.mtime_ns, identity.ctime_ns);
 }
 
 }  // namespace

@@ -53,13 +53,13 @@ class RecordingFile final : public File {
     note("identity");
     return under_->identity();
   }
-  void read(std::span<std::byte> into, uint64_t offset) override {
-    note("read", offset, offset + into.size());
+  void read(std::span<std::byte> out, uint64_t offset) override {
+    note("read", offset, offset + out.size());
     {
       const std::lock_guard lock(state_.mutex);
       state_.read_since.insert(under_->name());
     }
-    under_->read(into, offset);
+    under_->read(out, offset);
   }
   void write(std::span<const std::byte> from, uint64_t offset) override {
     note("write", offset, offset + from.size());
@@ -81,10 +81,10 @@ class RecordingFile final : public File {
     note("close");
     under_->close();
   }
-  bool read_around(std::span<std::byte> into, uint64_t offset,
+  bool read_around(std::span<std::byte> out, uint64_t offset,
                    std::span<std::byte> room) noexcept override {
-    if (!under_->read_around(into, offset, room)) return false;
-    note_hint(state_.reads_around, "read around", offset, offset + into.size());
+    if (!under_->read_around(out, offset, room)) return false;
+    note_hint(state_.reads_around, "read around", offset, offset + out.size());
     return true;
   }
   std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override {
@@ -147,9 +147,9 @@ std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
 }
 
 std::unique_ptr<File> RecordingFileSystem::open_own(const std::string& path,
-                                                    std::span<const std::string> own) {
+                                                    std::span<const std::string> directories) {
   state_->note("open", base_name(path));
-  std::unique_ptr<File> file = under_.open_own(path, own);
+  std::unique_ptr<File> file = under_.open_own(path, directories);
   return file ? std::make_unique<RecordingFile>(std::move(file), *state_) : nullptr;
 }
 

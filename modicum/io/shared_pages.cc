@@ -38,14 +38,14 @@ bool has_size(const struct stat& status, uint64_t bytes) noexcept {
 }  // namespace
 
 SharedPages SharedPages::make(uint64_t bytes) {
-  Descriptor made(memfd_create("modicum", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!made.is_valid() || ftruncate(made.get(), static_cast<off_t>(bytes)) != 0 ||
-      fcntl(made.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  Descriptor descriptor(memfd_create("modicum", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!descriptor.is_valid() || ftruncate(descriptor.get(), static_cast<off_t>(bytes)) != 0 ||
+      fcntl(descriptor.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     fail_errno(errno, "cannot make memory that processes share");
   }
-  const std::span<std::byte> memory = mapped(made.get(), bytes);
+  const std::span<std::byte> memory = mapped(descriptor.get(), bytes);
   if (memory.empty()) fail_errno(errno, "cannot map memory that processes share");
-  return {made.release(), memory};
+  return {descriptor.release(), memory};
 }
 
 std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t bytes) noexcept {

@@ -21,11 +21,11 @@ namespace {
 constexpr uint64_t kBytes = 4 * kPageBytes;
 
 TEST(SharedPages, AreTheSameInAllProcesses) {
-  const SharedPages made = SharedPages::make(kBytes);
-  ASSERT_EQ(made.bytes().size(), kBytes);
+  const SharedPages pages = SharedPages::make(kBytes);
+  ASSERT_EQ(pages.bytes().size(), kBytes);
   const pid_t child = fork();
   if (child == 0) {
-    const auto opened = SharedPages::open(made.path(), kBytes);
+    const auto opened = SharedPages::open(pages.path(), kBytes);
     if (!opened) _exit(1);
     opened->bytes()[77] = std::byte{5};
     _exit(0);
@@ -33,8 +33,8 @@ TEST(SharedPages, AreTheSameInAllProcesses) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
-  EXPECT_EQ(made.bytes()[77], std::byte{5});
-  EXPECT_FALSE(SharedPages::open(made.path(), 2 * kBytes).has_value()) << "of another size";
+  EXPECT_EQ(pages.bytes()[77], std::byte{5});
+  EXPECT_FALSE(SharedPages::open(pages.path(), 2 * kBytes).has_value()) << "of another size";
 }
 
 // Waits until a byte can be read from the pipe `fd`.
@@ -44,40 +44,40 @@ void await(int fd) {
 }
 
 TEST(SharedPages, AreMarkedUntilAnotherProgramIsStarted) {
-  const SharedPages made = SharedPages::make(kBytes);
-  int told[2], go_on[2];  // pipes from the child and to the child
-  ASSERT_EQ(pipe(told), 0);
+  const SharedPages pages = SharedPages::make(kBytes);
+  int from_child[2], go_on[2];  // pipes from the child and to the child
+  ASSERT_EQ(pipe(from_child), 0);
   ASSERT_EQ(pipe(go_on), 0);
   const pid_t child = fork();
   if (child == 0) {
-    const auto opened = SharedPages::open(made.path(), kBytes);
+    const auto opened = SharedPages::open(pages.path(), kBytes);
     if (!opened || !opened->mark()) _exit(1);
     if (fork() == 0) _exit(0);  // closes inherited descriptors, which must not release the mark
     wait(nullptr);
-    static_cast<void>(!write(told[1], "m", 1));
+    static_cast<void>(!write(from_child[1], "m", 1));
     char byte = 0;
     static_cast<void>(!read(go_on[0], &byte, 1));
-    dup2(told[1], STDOUT_FILENO);
+    dup2(from_child[1], STDOUT_FILENO);
     dup2(go_on[0], STDIN_FILENO);
     execlp("sh", "sh", "-c", "printf x; read line", nullptr);
     _exit(1);
   }
-  await(told[0]);
-  EXPECT_TRUE(made.is_marked_by(child));
-  EXPECT_FALSE(made.is_marked_by(child + 1));
+  await(from_child[0]);
+  EXPECT_TRUE(pages.is_marked_by(child));
+  EXPECT_FALSE(pages.is_marked_by(child + 1));
   ASSERT_EQ(write(go_on[1], "g", 1), 1);
-  await(told[0]);
-  EXPECT_FALSE(made.is_marked_by(child)) << "the child runs another program";
+  await(from_child[0]);
+  EXPECT_FALSE(pages.is_marked_by(child)) << "the child runs another program";
   ASSERT_EQ(write(go_on[1], "\n", 1), 1);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
-  for (const int fd : {told[0], told[1], go_on[0], go_on[1]}) close(fd);
+  for (const int fd : {from_child[0], from_child[1], go_on[0], go_on[1]}) close(fd);
 }
 
 TEST(SharedPages, CannotBeTruncated) {
-  const SharedPages made = SharedPages::make(kBytes);
-  EXPECT_NE(::truncate(made.path().c_str(), kPageBytes), 0);
+  const SharedPages pages = SharedPages::make(kBytes);
+  EXPECT_NE(::truncate(pages.path().c_str(), kPageBytes), 0);
 }
 
 TEST(SharedPages, OtherFilesAreNotOpened) {

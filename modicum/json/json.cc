@@ -304,17 +304,17 @@ std::string_view JsonReader::key_text(const Key& key, std::string& unescaped) co
 // Checks the keys from `first` on and drops them. Compares the texts of keys with equal hashes,
 // since different keys can have the same hash.
 void JsonReader::refuse_duplicates(size_t first) {
-  std::string one;
+  std::string unescaped;
   std::string other;
   const auto begin = keys.begin() + static_cast<ptrdiff_t>(first);
   std::sort(begin, keys.end(), [&](const Key& a, const Key& b) {
     if (a.hash != b.hash) return a.hash < b.hash;
-    const int order = key_text(a, one).compare(key_text(b, other));
+    const int order = key_text(a, unescaped).compare(key_text(b, other));
     return order != 0 ? order < 0 : a.at < b.at;
   });
   for (auto key = begin; key != keys.end(); ++key) {
     if (key + 1 == keys.end() || key->hash != (key + 1)->hash) continue;
-    const std::string_view name = key_text(*key, one);
+    const std::string_view name = key_text(*key, unescaped);
     if (name != key_text(*(key + 1), other)) continue;
     refuse(JsonFault::duplicate, (key + 1)->at, "the key '" + printable(name) + "' occurs twice");
   }

@@ -71,7 +71,7 @@ TEST(Json, EscapesAreDecoded) {
   EXPECT_EQ(text, "\"\\/\b\f\n\r\tA\u00e9\u20ac\U0001f600\0z"s);
 }
 
-struct Bad {
+struct InvalidText {
   std::string text;
   JsonFault fault;
   uint64_t offset;
@@ -79,7 +79,7 @@ struct Bad {
 
 TEST(Json, EveryMalformedTextHasItsFaultAndOffset) {
   using enum JsonFault;
-  const std::vector<Bad> cases = {
+  const std::vector<InvalidText> cases = {
       {"", syntax, 0},
       {"  ", syntax, 2},
       {"{", syntax, 1},
@@ -145,7 +145,7 @@ TEST(Json, EveryMalformedTextHasItsFaultAndOffset) {
       {"[\"\u20ac\xe2\x82\"]", utf8, 5},       // truncated character
       {"{\"a\":1,\"a\":\"\x80\"}", utf8, 12},  // found before the duplicate key
   };
-  for (const Bad& bad : cases) {
+  for (const InvalidText& bad : cases) {
     const auto error = fault_of(bad.text);
     ASSERT_TRUE(error.has_value()) << bad.text;
     EXPECT_EQ(static_cast<int>(error->fault), static_cast<int>(bad.fault))

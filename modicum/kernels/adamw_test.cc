@@ -26,23 +26,23 @@ uint64_t digest_of(const std::vector<std::byte>& bytes) {
 
 // Makes the recorded steps and compares digests of the state with torch's.
 void expect_torch(const TorchRun& run) {
-  HeldSpan held(StateFormat::fp32, 0, kTorchCount);
+  HeldSpan state(StateFormat::fp32, 0, kTorchCount);
   const std::vector<float> start = spread_values(0, kTorchCount);
-  std::memcpy(held.master.data(), start.data(), start.size() * sizeof(float));
+  std::memcpy(state.master.data(), start.data(), start.size() * sizeof(float));
   size_t row = 0;
   for (int64_t step = 1; step <= kTorchSteps.back(); ++step) {
     AdamNumbers numbers = adam_numbers(run.options, step, 0);
     numbers.unscale = run.unscale;
     numbers.clip = run.clip;
-    held.set_grad(spread_values(step, kTorchCount));
-    adamw(numbers, held.span());
+    state.set_grad(spread_values(step, kTorchCount));
+    adamw(numbers, state.span());
     if (step != kTorchSteps[row]) continue;
     const TorchDigests& digests = run.after[row++];
-    EXPECT_EQ(digest_of(held.master.bytes()), digests[0]) << "step " << step;
-    EXPECT_EQ(digest_of(held.exp_avg.bytes()), digests[1]) << "step " << step;
-    EXPECT_EQ(digest_of(held.exp_avg_sq.bytes()), digests[2]) << "step " << step;
+    EXPECT_EQ(digest_of(state.master.bytes()), digests[0]) << "step " << step;
+    EXPECT_EQ(digest_of(state.exp_avg.bytes()), digests[1]) << "step " << step;
+    EXPECT_EQ(digest_of(state.exp_avg_sq.bytes()), digests[2]) << "step " << step;
     if (!run.options.amsgrad) continue;
-    EXPECT_EQ(digest_of(held.max_exp_avg_sq.bytes()), digests[3]) << "step " << step;
+    EXPECT_EQ(digest_of(state.max_exp_avg_sq.bytes()), digests[3]) << "step " << step;
   }
 }
 
@@ -56,17 +56,17 @@ void expect_near_in_one_step(float ours, float torchs, float before) {
 // Makes the recorded steps and compares the first parameters with torch's, after step 1 and after
 // the last step.
 void expect_near_torch(const TorchRun& run) {
-  HeldSpan held(StateFormat::fp32, 0, kTorchCount);
+  HeldSpan state(StateFormat::fp32, 0, kTorchCount);
   const std::vector<float> start = spread_values(0, kTorchCount);
-  std::memcpy(held.master.data(), start.data(), start.size() * sizeof(float));
+  std::memcpy(state.master.data(), start.data(), start.size() * sizeof(float));
   std::vector<float> p(kTorchCount);
   for (int64_t step = 1; step <= kTorchSteps.back(); ++step) {
     AdamNumbers numbers = adam_numbers(run.options, step, 0);
     numbers.unscale = run.unscale;
     numbers.clip = run.clip;
-    held.set_grad(spread_values(step, kTorchCount));
-    adamw(numbers, held.span());
-    std::memcpy(p.data(), held.master.data(), p.size() * sizeof(float));
+    state.set_grad(spread_values(step, kTorchCount));
+    adamw(numbers, state.span());
+    std::memcpy(p.data(), state.master.data(), p.size() * sizeof(float));
     for (size_t i = 0; step == 1 && i < run.after_first.size(); ++i) {
       expect_near_in_one_step(p[i], run.after_first[i], start[i]);
     }
@@ -114,18 +114,18 @@ constexpr StepCase kStepCases[] = {
     {AdamSemantics::deepspeed, false, false, false, false, 0.8, 0.5F, 1, DType::f32, DType::bf16},
 };
 
-AdamNumbers numbers_of(const StepCase& one, int64_t step) {
+AdamNumbers numbers_of(const StepCase& step_case, int64_t step) {
   AdamOptions options;
-  options.semantics = one.semantics;
-  options.beta1 = one.beta1;
-  options.beta2 = one.beta2;
-  options.decoupled = one.decoupled;
-  options.amsgrad = one.amsgrad;
-  options.maximize = one.maximize;
-  options.bias_correction = one.bias_correction;
+  options.semantics = step_case.semantics;
+  options.beta1 = step_case.beta1;
+  options.beta2 = step_case.beta2;
+  options.decoupled = step_case.decoupled;
+  options.amsgrad = step_case.amsgrad;
+  options.maximize = step_case.maximize;
+  options.bias_correction = step_case.bias_correction;
   AdamNumbers numbers = adam_numbers(options, step, 0xfeedbeefU);
-  numbers.unscale = one.unscale;
-  numbers.clip = one.clip;
+  numbers.unscale = step_case.unscale;
+  numbers.clip = step_case.clip;
   return numbers;
 }
 
@@ -137,52 +137,53 @@ struct Elements {
   bool has_out = true;  // AdamSpan::out
 };
 
-AdamSpan span_of(HeldSpan& held, const Elements& elements) {
-  AdamSpan span = held.span();
+AdamSpan span_of(HeldSpan& state, const Elements& elements) {
+  AdamSpan span = state.span();
   if (!elements.has_out) span.out = nullptr;
   return span;
 }
 
 // The state before step 1.
-HeldSpan begun(StateFormat format, const StepCase& one, const Elements& elements) {
-  HeldSpan held(format, elements.first, elements.n, 1, elements.row);
-  held.grad_dtype = one.grad;
-  held.out_dtype = one.out;
-  import_state(numbers_of(one, 1), held.span(), StatePlane::master,
+HeldSpan begun(StateFormat format, const StepCase& step_case, const Elements& elements) {
+  HeldSpan state(format, elements.first, elements.n, 1, elements.row);
+  state.grad_dtype = step_case.grad;
+  state.out_dtype = step_case.out;
+  import_state(numbers_of(step_case, 1), state.span(), StatePlane::master,
                spread_values(0, elements.n).data());
-  return held;
+  return state;
 }
 
 using GradientsOf = std::vector<float> (*)(int64_t step, int64_t n);
 
 // Expects that after `steps` steps the state has the reference's bits on every instruction set.
-void expect_reference(StateFormat format, const StepCase& one, const Elements& elements,
+void expect_reference(StateFormat format, const StepCase& step_case, const Elements& elements,
                       int64_t steps, GradientsOf gradients = spread_values) {
-  HeldSpan expected = begun(format, one, elements);
-  std::vector<HeldSpan> held(isas().size(), expected);
+  HeldSpan expected = begun(format, step_case, elements);
+  std::vector<HeldSpan> states(isas().size(), expected);
   for (int64_t step = 1; step <= steps; ++step) {
     const std::vector<float> grad = gradients(step, elements.n);
-    const AdamNumbers numbers = numbers_of(one, step);
+    const AdamNumbers numbers = numbers_of(step_case, step);
     expected.set_grad(grad);
     reference_adamw(numbers, span_of(expected, elements));
-    for (size_t i = 0; i < held.size(); ++i) {
+    for (size_t i = 0; i < states.size(); ++i) {
       use_isa(isas()[i]);
-      held[i].set_grad(grad);
-      adamw(numbers, span_of(held[i], elements));
+      states[i].set_grad(grad);
+      adamw(numbers, span_of(states[i], elements));
     }
   }
-  for (size_t i = 0; i < held.size(); ++i) {
-    EXPECT_TRUE(held[i] == expected)
-        << isas()[i] << ", " << row_of(format).name << ", betas " << one.beta1 << " " << one.beta2
-        << ", clip " << one.clip << ", " << elements.n << " from " << elements.first << ", rows of "
-        << elements.row;
+  for (size_t i = 0; i < states.size(); ++i) {
+    EXPECT_TRUE(states[i] == expected)
+        << isas()[i] << ", " << row_of(format).name << ", betas " << step_case.beta1 << " "
+        << step_case.beta2 << ", clip " << step_case.clip << ", " << elements.n << " from "
+        << elements.first << ", rows of " << elements.row;
   }
   use_isa(isas().front());
 }
 
 TEST(AdamW, EqualsTheReferenceAfter1000Steps) {
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const StepCase& one : kStepCases) expect_reference(row.format, one, {120, 45}, 1000);
+    for (const StepCase& step_case : kStepCases)
+      expect_reference(row.format, step_case, {120, 45}, 1000);
   }
 }
 
@@ -190,7 +191,8 @@ TEST(AdamW, EqualsTheReferenceAtAnyOffsetAndLength) {
   for (const StateFormatRow& row : all_state_formats()) {
     for (const int64_t first : {int64_t{0}, int64_t{5}, int64_t{127}, (int64_t{1} << 33) + 77}) {
       for (const int64_t n : {0, 1, 7, 128, 131, 400}) {
-        for (const StepCase& one : kStepCases) expect_reference(row.format, one, {first, n}, 2);
+        for (const StepCase& step_case : kStepCases)
+          expect_reference(row.format, step_case, {first, n}, 2);
       }
     }
   }
@@ -227,11 +229,11 @@ TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
        1 - 1e-7},
   };
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const StepCase& one : kPaired) {
+    for (const StepCase& step_case : kPaired) {
       for (const int64_t n : {31, 168, 512, 1250}) {
-        expect_reference(row.format, one, {128, n, 0, false}, 4, extreme_values);
+        expect_reference(row.format, step_case, {128, n, 0, false}, 4, extreme_values);
       }
-      expect_reference(row.format, one, {1000, 2600, 1000, false}, 4, extreme_values);
+      expect_reference(row.format, step_case, {1000, 2600, 1000, false}, 4, extreme_values);
     }
   }
 }
@@ -244,7 +246,7 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
     HeldSpan cut = whole;
     for (int64_t step = 1; step <= 3; ++step) {
       const AdamNumbers numbers = numbers_of(kStepCases[0], step);
-      for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 4 * kRow));
+      for (HeldSpan* state : {&whole, &cut}) state->set_grad(spread_values(step, 4 * kRow));
       adamw(numbers, whole.span());
       for (int64_t k = 3; k >= 0; --k) adamw(numbers, cut.part(k * kRow, kRow));
     }
@@ -260,7 +262,7 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
     HeldSpan cut = whole;
     for (int64_t step = 1; step <= 3; ++step) {
       const AdamNumbers numbers = numbers_of(kStepCases[0], step);
-      for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 1000));
+      for (HeldSpan* state : {&whole, &cut}) state->set_grad(spread_values(step, 1000));
       adamw(numbers, whole.span());
       const std::vector<int64_t> cuts = row.has_scales()
                                             ? std::vector<int64_t>{0, 128, 512, 640, 1000}
@@ -280,21 +282,21 @@ TEST(AdamW, OutIsRoundedAsByCast) {
   for (const std::string_view isa : isas()) {
     use_isa(isa);
     for (const DType out : {DType::bf16, DType::f16}) {
-      HeldSpan held(StateFormat::fp32, 0, kN);
-      held.out_dtype = out;
+      HeldSpan state(StateFormat::fp32, 0, kN);
+      state.out_dtype = out;
       for (int64_t i = 0; i < kN; ++i) {
         auto bits = static_cast<uint32_t>(i) << 15;  // ties of bf16 and all binades
         if ((bits & 0x7f800000U) == 0x7f800000U) bits = 0x387fffffU;
-        std::memcpy(held.master.data() + 4 * i, &bits, sizeof bits);
+        std::memcpy(state.master.data() + 4 * i, &bits, sizeof bits);
       }
-      const std::vector<std::byte> before = held.master.bytes();
+      const std::vector<std::byte> before = state.master.bytes();
       AdamNumbers numbers;
       numbers.decay = 1;
-      adamw(numbers, held.span());
-      ASSERT_EQ(held.master.bytes(), before);
+      adamw(numbers, state.span());
+      ASSERT_EQ(state.master.bytes(), before);
       HeldPlane expected(kN * 2, 0);
       cast(before.data(), DType::f32, expected.data(), out, kN);
-      EXPECT_EQ(held.out.bytes(), expected.bytes()) << isa;
+      EXPECT_EQ(state.out.bytes(), expected.bytes()) << isa;
     }
   }
   use_isa(isas().front());
@@ -302,18 +304,18 @@ TEST(AdamW, OutIsRoundedAsByCast) {
 
 // The expected values were computed with numpy's float32 and a running product.
 TEST(AdamNumbers, DeepSpeedsAreRoundedToFp32AtEveryStep) {
-  struct Known {
+  struct ExpectedNumbers {
     double beta1, beta2;
     int64_t step;
     float step_size, bias2, one_minus_beta2;
   };
-  constexpr Known kKnown[] = {
+  constexpr ExpectedNumbers kKnown[] = {
       {0.9, 0.999, 1, -0x1.893746p-9F, 0x1.f9f7bap+4F, 0x1.0624p-10F},
       {0.9, 0.999, 10, -0x1.e2f9e4p-12F, 0x1.40b8fep+3F, 0x1.0624p-10F},
       {0.9, 0.95, 1000, -0x1.3a92a4p-12F, 1.0F, 0x1.9999ap-5F},
       {0.8, 0.9999, 5000, -0x1.3a92a4p-12F, 0x1.98154p+0F, 0x1.a38p-14F},
   };
-  for (const Known& known : kKnown) {
+  for (const ExpectedNumbers& known : kKnown) {
     AdamOptions options;
     options.semantics = AdamSemantics::deepspeed;
     options.lr = 3e-4;

@@ -16,7 +16,7 @@ namespace modicum {
 namespace {
 
 template <typename From, typename To>
-struct Contiguous {
+struct ContiguousCast {
   const std::byte* from;
   std::byte* to;
   int64_t n;
@@ -33,7 +33,7 @@ struct Contiguous {
 
 template <typename From, typename To>
 void convert(const std::byte* from, std::byte* to, int64_t n, int64_t to_step) noexcept {
-  if (to_step == 1) return run_widest(Contiguous<From, To>{from, to, n});
+  if (to_step == 1) return run_widest(ContiguousCast<From, To>{from, to, n});
   for (int64_t i = 0; i < n; ++i) {
     store(to, i * to_step, To::narrow(From::widen(load<typename From::Bits>(from, i))));
   }

@@ -42,7 +42,7 @@ struct MomentBlocks {
 
 // The moments of a run in fp32, and its random words. If vectors are stepped in pairs, each pair
 // has first its elements with even indices, then those with odd indices.
-struct Staged {
+struct StagedRun {
   alignas(64) float exp_avg[kRunElements];
   alignas(64) float magnitude[kRunElements];  // of exp_avg
   alignas(64) float root[kRunElements];       // of exp_avg_sq
@@ -76,16 +76,16 @@ struct Moments {
   Constants c;
   AdamSpan span;
   const Run* run;
-  Staged* staged;
+  StagedRun* staged;
   int64_t begin = run->begin;
 
   template <class D>
-  struct Old {
+  struct OldMoments {
     Floats<D> g, m, v, most;
   };
   // Stages the new moments of the vector that begins at element k.
   template <class D>
-  HWY_INLINE void stage(D d, const Old<D>& old, int64_t k) const {
+  HWY_INLINE void stage(D d, const OldMoments<D>& old, int64_t k) const {
     const Floats<D> m = next_exp_avg<kRule>(d, c, old.g, old.m);
     const Floats<D> v = next_exp_avg_sq<kRule>(d, c, old.g, old.v);
     hn::StoreU(m, d, staged->exp_avg + k);
@@ -99,7 +99,7 @@ struct Moments {
   template <class D>
   HWY_INLINE void operator()(D d, int64_t k) const {
     const int64_t i = begin + k;
-    Old<D> old;
+    OldMoments<D> old;
     old.g = scaled(d, c, load_floats(d, span.grad_dtype, span.grad, i));
     if (c.adds_decay) {
       const Floats<D> p = load_master<kFormat>(d, span.master, span.master_low, i);
@@ -137,8 +137,8 @@ struct Moments {
     if constexpr (kAmsgrad) {
       most = square_pair(d, span.max_exp_avg_sq, span.max_exp_avg_sq_scale, k);
     }
-    stage(d, Old<D>{g.even, m.even, v.even, most.even}, k);
-    stage(d, Old<D>{g.odd, m.odd, v.odd, most.odd}, k + static_cast<int64_t>(hn::Lanes(d)));
+    stage(d, OldMoments<D>{g.even, m.even, v.even, most.even}, k);
+    stage(d, OldMoments<D>{g.odd, m.odd, v.odd, most.odd}, k + static_cast<int64_t>(hn::Lanes(d)));
   }
 };
 
@@ -153,7 +153,7 @@ HWY_INLINE void measure(const Run& run, const float* magnitudes, MomentBlocks& b
 
 // Sets the scales of a run; returns false if a moment exceeds kMostCoded or is NaN.
 template <bool kAmsgrad>
-HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged) {
+HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, StagedRun& staged) {
   const hn::CappedTag<float, kRunBlocks> d;
   measure(run, staged.magnitude, staged.of_exp_avg);
   measure(run, staged.root, staged.of_root);
@@ -182,10 +182,10 @@ HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged)
 
 // ---- the pass `random`
 
-struct Random {
+struct RandomWords {
   AdamSpan span;
   const Run* run;
-  Staged* staged;
+  StagedRun* staged;
 
   template <class D>
   HWY_INLINE void operator()(D d, int64_t k) const {
@@ -235,7 +235,7 @@ struct Masters {
   Constants c;
   AdamSpan span;
   const Run* run;
-  Staged* staged;
+  StagedRun* staged;
   const float* roots = kRule == Rule::torch_amsgrad ? staged->max_root : staged->root;
   int64_t begin = run->begin;
 
@@ -272,7 +272,7 @@ struct Masters {
 template <bool kAmsgrad>
 struct Codes {
   AdamSpan span;
-  const Staged* staged;
+  const StagedRun* staged;
   int64_t begin;  // begin of the run in the span
 
   template <class D>
@@ -337,7 +337,7 @@ template <class Pass>
 HWY_INLINE int64_t cover_pairs(const Pass& pass, const Run& run) {
   return for_pairs(pass, 0, run.n);
 }
-HWY_INLINE int64_t cover_pairs(const Random& pass, const Run& run) {
+HWY_INLINE int64_t cover_pairs(const RandomWords& pass, const Run& run) {
   if (run.n < kRunElements) return for_pairs(pass, 0, run.n);
   pass.all_pairs(hn::ScalableTag<float>());
   return run.n;
@@ -353,11 +353,12 @@ HWY_INLINE void cover(const Pass& pass, const Run& run) {
 }
 
 template <StateFormat kFormat, Rule kRule>
-HWY_INLINE void step_run(const Constants& c, const AdamSpan& span, const Run& run, Staged& staged) {
+HWY_INLINE void step_run(const Constants& c, const AdamSpan& span, const Run& run,
+                         StagedRun& staged) {
   constexpr bool kAmsgrad = kRule == Rule::torch_amsgrad;
   cover<kFormat>(Moments<kFormat, kRule>{c, span, &run, &staged}, run);
   const bool fits = set_scales<kAmsgrad>(span, run, staged);
-  cover<kFormat>(Random{span, &run, &staged}, run);
+  cover<kFormat>(RandomWords{span, &run, &staged}, run);
   cover<kFormat>(Masters<kFormat, kRule>{c, span, &run, &staged}, run);
   if (!fits) {  // only the stored moments are clamped: the masters have been stepped
     clamp_to_codes(staged.exp_avg, run.n);
@@ -389,7 +390,7 @@ template <StateFormat kFormat, Rule kRule>
 void step_in_codes(const AdamNumbers& numbers, const AdamSpan& span) {
   const Constants constants = constants_of(numbers);
   Pieces<kFormat> pieces(span, stream_key(numbers.seed, numbers.step, span.parameter));
-  Staged staged;
+  StagedRun staged;
   for (Run run; next_run(pieces, run);) step_run<kFormat, kRule>(constants, span, run, staged);
 }
 

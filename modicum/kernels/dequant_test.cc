@@ -40,14 +40,14 @@ long double value_of(uint8_t code, DType dtype) {
 // A product of 4 and 24 bits is exact as a long double; the conversion rounds once.
 std::vector<std::byte> reference(uint8_t code, DType dtype, float scale, DType to) {
   const auto product = static_cast<float>(value_of(code, dtype) * static_cast<long double>(scale));
-  std::vector<std::byte> made(static_cast<size_t>(bytes_per_element(to)));
+  std::vector<std::byte> values(static_cast<size_t>(bytes_per_element(to)));
   if (std::isnan(product)) {
     const uint32_t nan = to == DType::f32 ? 0x7fc00000U : to == DType::bf16 ? 0x7fc0U : 0x7e00U;
-    std::memcpy(made.data(), &nan, made.size());
-    return made;
+    std::memcpy(values.data(), &nan, values.size());
+    return values;
   }
-  cast(reinterpret_cast<const std::byte*>(&product), DType::f32, made.data(), to, 1);
-  return made;
+  cast(reinterpret_cast<const std::byte*>(&product), DType::f32, values.data(), to, 1);
+  return values;
 }
 
 std::vector<std::byte> all_codes() {
@@ -77,9 +77,9 @@ std::vector<float> scales() {
 std::vector<std::byte> dequant_all(DType dtype, float scale, DType to, int64_t step = 1) {
   const auto codes = all_codes();
   const auto size = static_cast<size_t>(bytes_per_element(to));
-  std::vector<std::byte> made(256 * size * static_cast<size_t>(step));
-  dequant({codes.data(), dtype, &scale, 0, 256}, made.data(), to, 256, step);
-  return made;
+  std::vector<std::byte> values(256 * size * static_cast<size_t>(step));
+  dequant({codes.data(), dtype, &scale, 0, 256}, values.data(), to, 256, step);
+  return values;
 }
 
 TEST(Dequant, ReferenceGivesKnownValues) {
@@ -97,10 +97,10 @@ TEST(Dequant, EveryCodeTimesManyScalesAgreesWithTheReference) {
     for (const DType to : kTargets) {
       const auto size = static_cast<size_t>(bytes_per_element(to));
       for (const float scale : scales()) {
-        const std::vector<std::byte> made = dequant_all(dtype, scale, to);
+        const std::vector<std::byte> values = dequant_all(dtype, scale, to);
         for (size_t code = 0; code < 256; ++code) {
           const auto due = reference(static_cast<uint8_t>(code), dtype, scale, to);
-          ASSERT_EQ(std::memcmp(made.data() + code * size, due.data(), size), 0)
+          ASSERT_EQ(std::memcmp(values.data() + code * size, due.data(), size), 0)
               << "code " << code << " of " << stored_name(dtype) << " times " << scale << " as "
               << torch_name(to);
         }
@@ -135,18 +135,19 @@ TEST(Dequant, EachBlockHasItsOwnScale) {
   std::vector<std::byte> codes(400);
   for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<std::byte>(i * 37 % 126);
   for (const int64_t block : {1, 2, 3, 7, 128, 300, 1000}) {
-    for (const int64_t into : {int64_t{0}, int64_t{1}, block - 1}) {
-      if (into >= block) continue;
+    for (const int64_t in_block : {int64_t{0}, int64_t{1}, block - 1}) {
+      if (in_block >= block) continue;
       for (const int64_t n : {0, 1, 127, 128, 129, 400}) {
-        std::vector<float> made(400, -1.0F);
-        dequant({codes.data(), DType::f8_e4m3, grid.data(), into, block},
-                reinterpret_cast<std::byte*>(made.data()), DType::f32, n);
+        std::vector<float> values(400, -1.0F);
+        dequant({codes.data(), DType::f8_e4m3, grid.data(), in_block, block},
+                reinterpret_cast<std::byte*>(values.data()), DType::f32, n);
         for (int64_t i = 0; i < 400; ++i) {
           const auto at = static_cast<size_t>(i);
           const auto code = static_cast<uint8_t>(codes[at]);
           const auto due = static_cast<float>(value_of(code, DType::f8_e4m3)) *
-                           grid[static_cast<size_t>((into + i) / block)];
-          ASSERT_EQ(made[at], i < n ? due : -1.0F) << block << " " << into << " " << n << " " << i;
+                           grid[static_cast<size_t>((in_block + i) / block)];
+          ASSERT_EQ(values[at], i < n ? due : -1.0F)
+              << block << " " << in_block << " " << n << " " << i;
         }
       }
     }

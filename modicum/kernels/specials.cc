@@ -28,7 +28,7 @@ using OfE5m2 = Format<uint8_t, 0x7f, 0x7c>;
 constexpr int64_t kBlock = 255;
 
 template <typename Of>
-struct Counting {
+struct SpecialsCounter {
   const std::byte* from;
   int64_t n;
   Specials* counts;
@@ -57,7 +57,7 @@ template <typename Of>
 Specials count(const std::byte* from, int64_t n, int64_t step) noexcept {
   Specials counts;
   if (step == 1) {
-    run_widest(Counting<Of>{from, n, &counts});
+    run_widest(SpecialsCounter<Of>{from, n, &counts});
     return counts;
   }
   for (int64_t i = 0; i < n; ++i) {

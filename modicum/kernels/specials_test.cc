@@ -20,8 +20,8 @@ std::vector<Bits> all_patterns() {
 }
 
 template <typename T>
-const std::byte* bytes(const std::vector<T>& of) {
-  return reinterpret_cast<const std::byte*>(of.data());
+const std::byte* bytes(const std::vector<T>& values) {
+  return reinterpret_cast<const std::byte*>(values.data());
 }
 
 void expect_counts(const Specials& counts, int64_t zeros, int64_t infinities) {

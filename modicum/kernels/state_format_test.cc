@@ -19,9 +19,9 @@ constexpr StateFormat kLowBit[] = {StateFormat::bf16_moments, StateFormat::int8_
 
 std::string name_of(StateFormat format) { return std::string(row_of(format).name); }
 
-std::vector<float> exported(HeldSpan& held, StatePlane plane) {
-  std::vector<float> values(static_cast<size_t>(held.n));
-  export_state(held.span(), plane, values.data());
+std::vector<float> exported(HeldSpan& state, StatePlane plane) {
+  std::vector<float> values(static_cast<size_t>(state.n));
+  export_state(state.span(), plane, values.data());
   return values;
 }
 
@@ -30,24 +30,24 @@ std::vector<float> exported(HeldSpan& held, StatePlane plane) {
 constexpr uint32_t kPatterns = 0x1000;  // per call; few, so that they stay in the cache
 
 // Whether the kPatterns fp32 patterns from `first` on come back from an import into two halves.
-bool patterns_are_exact(uint32_t first, HeldSpan& held, std::vector<float>& values,
+bool patterns_are_exact(uint32_t first, HeldSpan& state, std::vector<float>& values,
                         std::vector<float>& back) {
   for (uint32_t i = 0; i < kPatterns; ++i) values[i] = std::bit_cast<float>(first + i);
-  import_state({}, held.span(), StatePlane::master, values.data());
-  export_state(held.span(), StatePlane::master, back.data());
+  import_state({}, state.span(), StatePlane::master, values.data());
+  export_state(state.span(), StatePlane::master, back.data());
   return std::memcmp(values.data(), back.data(), values.size() * sizeof(float)) == 0;
 }
 
 // The number of calls with a wrong pattern, of every `step`-th call from the `begin`-th on.
 int64_t wrong_calls(uint32_t begin, uint32_t step) {
-  HeldSpan held(StateFormat::fp32_split, 0, kPatterns);
+  HeldSpan state(StateFormat::fp32_split, 0, kPatterns);
   std::vector<float> values(kPatterns);
   std::vector<float> back(kPatterns);
   int64_t wrong = 0;
   for (uint64_t k = begin; k * kPatterns < uint64_t{1} << 32; k += step) {
     const auto first = static_cast<uint32_t>(k * kPatterns);
     const bool bf16_can_hold = (first & 0x7fffffffU) < 0x7f7f8000U;
-    if (bf16_can_hold && !patterns_are_exact(first, held, values, back)) ++wrong;
+    if (bf16_can_hold && !patterns_are_exact(first, state, values, back)) ++wrong;
   }
   return wrong;
 }
@@ -75,14 +75,14 @@ constexpr int64_t kUppers = 0x10000;
 
 // All upper halves, each with the lower half `lower` (its upper 8 bits if the format keeps 8).
 HeldSpan written_over(StateFormat format, int16_t lower) {
-  HeldSpan held(format, 0, kUppers);
+  HeldSpan state(format, 0, kUppers);
   const int64_t width = bits_per_element(row_of(format).master_low) / 8;
   const int16_t kept = width == 1 ? static_cast<int16_t>(lower >> 8) : lower;
   for (int64_t upper = 0; upper < kUppers; ++upper) {
-    std::memcpy(held.master.data() + 2 * upper, &upper, 2);
-    std::memcpy(held.master_low.data() + width * upper, &kept, static_cast<size_t>(width));
+    std::memcpy(state.master.data() + 2 * upper, &upper, 2);
+    std::memcpy(state.master_low.data() + width * upper, &kept, static_cast<size_t>(width));
   }
-  return held;
+  return state;
 }
 
 // masters[i] was joined from the upper half i and some lower half. Counts the wrong masters: if the
@@ -104,10 +104,10 @@ int64_t not_of_their_class(const std::vector<float>& masters) {
 TEST(StateFormat, AnOverwrittenUpperHalfWinsOverAnyLowerHalf) {
   for (const StateFormat format : kSplit) {
     for (const int16_t lower : {-32768, -32767, -257, -256, -1, 0, 1, 255, 256, 32767}) {
-      HeldSpan held = written_over(format, lower);
+      HeldSpan state = written_over(format, lower);
       for (const std::string_view isa : isas()) {
         use_isa(isa);
-        EXPECT_EQ(not_of_their_class(exported(held, StatePlane::master)), 0)
+        EXPECT_EQ(not_of_their_class(exported(state, StatePlane::master)), 0)
             << name_of(format) << ", lower half " << lower << ", " << isa;
       }
     }
@@ -118,21 +118,21 @@ TEST(StateFormat, AnOverwrittenUpperHalfWinsOverAnyLowerHalf) {
 // Sets half of the elements to zero after step 3; returns how many of them are zero at the end.
 int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> step_once) {
   const int64_t n = 4096;
-  HeldSpan held(format, 0, n);
-  import_state({}, held.span(), StatePlane::master, spread_values(9, n).data());
+  HeldSpan state(format, 0, n);
+  import_state({}, state.span(), StatePlane::master, spread_values(9, n).data());
   const int64_t width = bits_per_element(row_of(format).master) / 8;
   for (int64_t step = 1; step <= 103; ++step) {
-    held.set_grad(spread_values(step, n));
-    AdamSpan span = held.span();
+    state.set_grad(spread_values(step, n));
+    AdamSpan span = state.span();
     if (!out) span.out = nullptr;
     step_once(span);
-    if (step == 3) std::memset(held.master.data(), 0, static_cast<size_t>(n / 2 * width));
+    if (step == 3) std::memset(state.master.data(), 0, static_cast<size_t>(n / 2 * width));
   }
   // Compares the bits that training reads, without the sign.
   int64_t zeros = 0;
   for (int64_t i = 0; i < n / 2; ++i) {
     uint32_t bits = 0;
-    std::memcpy(&bits, held.master.data() + width * i, static_cast<size_t>(width));
+    std::memcpy(&bits, state.master.data() + width * i, static_cast<size_t>(width));
     zeros += (bits & (width == 2 ? 0x7fffU : 0x7fffffffU)) == 0 ? 1 : 0;
   }
   return zeros;
@@ -163,9 +163,9 @@ TEST(StateFormat, ImportedNansStayNans) {
   for (const StateFormatRow& row : all_state_formats()) {
     for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg}) {
       if (row.has_scales() && plane != StatePlane::master) continue;  // codes represent no NaN
-      HeldSpan held(row.format, 0, n);
-      import_state(adam_numbers({}, 1, 3), held.span(), plane, nans.data());
-      for (const float back : exported(held, plane)) EXPECT_TRUE(std::isnan(back)) << row.name;
+      HeldSpan state(row.format, 0, n);
+      import_state(adam_numbers({}, 1, 3), state.span(), plane, nans.data());
+      for (const float back : exported(state, plane)) EXPECT_TRUE(std::isnan(back)) << row.name;
     }
   }
 }
@@ -177,9 +177,9 @@ TEST(StateFormat, AnExactFormatExportsTheImportedValues) {
   for (const StateFormat format : {StateFormat::fp32, StateFormat::fp32_split}) {
     for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg, StatePlane::exp_avg_sq,
                                    StatePlane::max_exp_avg_sq}) {
-      HeldSpan held(format, 11, 777, 3);
-      import_state({}, held.span(), plane, values.data());
-      EXPECT_EQ(exported(held, plane), values) << name_of(format);
+      HeldSpan state(format, 11, 777, 3);
+      import_state({}, state.span(), plane, values.data());
+      EXPECT_EQ(exported(state, plane), values) << name_of(format);
     }
   }
 }
@@ -187,9 +187,9 @@ TEST(StateFormat, AnExactFormatExportsTheImportedValues) {
 // A short master has 24 bits: the lower half keeps 8.
 TEST(StateFormat, AShortMasterIsWithinTwoToTheMinusFifteen) {
   const std::vector<float> values = spread_values(3, 5000);
-  HeldSpan held(StateFormat::int8_moments_24, 11, 5000);
-  import_state({}, held.span(), StatePlane::master, values.data());
-  const std::vector<float> back = exported(held, StatePlane::master);
+  HeldSpan state(StateFormat::int8_moments_24, 11, 5000);
+  import_state({}, state.span(), StatePlane::master, values.data());
+  const std::vector<float> back = exported(state, StatePlane::master);
   for (size_t i = 0; i < back.size(); ++i) {
     ASSERT_LT(std::fabs(back[i] - values[i]), std::fabs(values[i]) * 0x1p-15F);
   }
@@ -206,14 +206,14 @@ TEST(StateFormat, ImportedMomentsHaveTheNearestCode) {
   const std::vector<float> values = spread_values(3, n);
   std::vector<float> squares_of(values);
   for (float& value : squares_of) value *= value;
-  HeldSpan held(StateFormat::int8_moments, 0, n);
-  import_state({}, held.span(), StatePlane::exp_avg, values.data());
-  import_state({}, held.span(), StatePlane::exp_avg_sq, squares_of.data());
-  const std::vector<float> m = exported(held, StatePlane::exp_avg);
-  const std::vector<float> v = exported(held, StatePlane::exp_avg_sq);
+  HeldSpan state(StateFormat::int8_moments, 0, n);
+  import_state({}, state.span(), StatePlane::exp_avg, values.data());
+  import_state({}, state.span(), StatePlane::exp_avg_sq, squares_of.data());
+  const std::vector<float> m = exported(state, StatePlane::exp_avg);
+  const std::vector<float> v = exported(state, StatePlane::exp_avg_sq);
   for (size_t i = 0; i < m.size(); ++i) {
-    const float scale = held.exp_avg_scale[i / kScaleBlock];
-    const float root_scale = held.exp_avg_sq_scale[i / kScaleBlock];
+    const float scale = state.exp_avg_scale[i / kScaleBlock];
+    const float root_scale = state.exp_avg_sq_scale[i / kScaleBlock];
     const float value = std::fabs(values[i]);
     ASSERT_LE(std::fabs(m[i] - values[i]), half_step(value / scale, 494, 16) * scale * 1.001F);
     const float least = root_scale / 16 / 502;  // code 1, since only 0 has code 0
@@ -225,20 +225,20 @@ TEST(StateFormat, ImportedMomentsHaveTheNearestCode) {
   HeldSpan again(StateFormat::int8_moments, 0, n);
   import_state({}, again.span(), StatePlane::exp_avg, m.data());
   import_state({}, again.span(), StatePlane::exp_avg_sq, v.data());
-  EXPECT_TRUE(again == held);
+  EXPECT_TRUE(again == state);
   EXPECT_EQ(exported(again, StatePlane::exp_avg), m);
   EXPECT_EQ(exported(again, StatePlane::exp_avg_sq), v);
 }
 
 TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreRepresented) {
   for (const float size : {0.0F, 0x1p-149F, 0x1p-127F, 0x1p60F}) {
-    HeldSpan held(StateFormat::int8_moments, 0, kScaleBlock);
+    HeldSpan state(StateFormat::int8_moments, 0, kScaleBlock);
     const std::vector<float> values(kScaleBlock, size);
     for (const StatePlane plane : {StatePlane::exp_avg, StatePlane::exp_avg_sq}) {
-      import_state({}, held.span(), plane, values.data());
+      import_state({}, state.span(), plane, values.data());
       // Scales below 2^-100 do not reach the largest code.
       const float tolerance = size < 0x1p-100F ? size : size * 1e-6F;
-      for (const float back : exported(held, plane)) ASSERT_NEAR(back, size, tolerance);
+      for (const float back : exported(state, plane)) ASSERT_NEAR(back, size, tolerance);
     }
   }
 }
@@ -253,25 +253,25 @@ TEST(StateFormat, AHugeGradientAffectsOnlyItsElement) {
     for (const float huge : {1.5e20F, 4e20F, 6e20F, 2e38F, 0x1.fffffep127F}) {
       for (const std::string_view isa : isas()) {
         use_isa(isa);
-        HeldSpan held(row.format, 0, n);
-        held.grad_dtype = DType::f32;
-        HeldSpan expected = held;
+        HeldSpan state(row.format, 0, n);
+        state.grad_dtype = DType::f32;
+        HeldSpan expected = state;
         for (int64_t step = 1; step <= 20; ++step) {
           std::vector<float> grad(static_cast<size_t>(n));
           grad[5] = step == 2 ? huge : 1;
-          for (HeldSpan* each : {&held, &expected}) each->set_grad(grad);
+          for (HeldSpan* each : {&state, &expected}) each->set_grad(grad);
           const AdamNumbers numbers = adam_numbers({.amsgrad = true}, step, 7);
-          adamw(numbers, held.span());
+          adamw(numbers, state.span());
           reference_adamw(numbers, expected.span());
         }
-        EXPECT_TRUE(held == expected) << row.name << ", " << isa;
-        const std::vector<float> masters = exported(held, StatePlane::master);
+        EXPECT_TRUE(state == expected) << row.name << ", " << isa;
+        const std::vector<float> masters = exported(state, StatePlane::master);
         for (size_t i = 0; i < masters.size(); ++i) {
           ASSERT_LE(std::fabs(masters[i]), i == 5 ? 0.1F : 0.0F) << row.name << ", element " << i;
         }
         if (!row.has_scales()) continue;
         for (const StatePlane plane : {StatePlane::exp_avg, StatePlane::exp_avg_sq}) {
-          for (const float value : exported(held, plane)) ASSERT_TRUE(std::isfinite(value));
+          for (const float value : exported(state, plane)) ASSERT_TRUE(std::isfinite(value));
         }
       }
     }
@@ -305,14 +305,14 @@ TEST(StateFormat, PlanesAreTheSameFromEveryInstructionSetAndCut) {
 
 // A step with beta1 = beta2 = 0, which stores the gradients and their squares.
 HeldSpan stored(StateFormat format, const std::vector<float>& gradients) {
-  HeldSpan held(format, 0, static_cast<int64_t>(gradients.size()));
-  held.grad_dtype = DType::f32;
-  held.set_grad(gradients);
+  HeldSpan state(format, 0, static_cast<int64_t>(gradients.size()));
+  state.grad_dtype = DType::f32;
+  state.set_grad(gradients);
   AdamOptions options;
   options.lr = 0;
   options.beta1 = options.beta2 = 0;
-  adamw(adam_numbers(options, 1, 99), held.span());
-  return held;
+  adamw(adam_numbers(options, 1, 99), state.span());
+  return state;
 }
 
 // Expects that the mean of `errors` is zero within four standard errors.
@@ -334,9 +334,9 @@ TEST(StateFormat, StochasticRoundingIsUnbiased) {
       // Every block contains a 1, so its scale is 1.
       std::vector<float> values(static_cast<size_t>(n), value);
       for (int64_t i = 0; i < n; i += kScaleBlock) values[static_cast<size_t>(i)] = 1;
-      HeldSpan held = stored(format, values);
-      const std::vector<float> m = exported(held, StatePlane::exp_avg);
-      const std::vector<float> v = exported(held, StatePlane::exp_avg_sq);
+      HeldSpan state = stored(format, values);
+      const std::vector<float> m = exported(state, StatePlane::exp_avg);
+      const std::vector<float> v = exported(state, StatePlane::exp_avg_sq);
       const double square = static_cast<double>(value * value);
       std::vector<double> of_m;
       std::vector<double> of_v;
@@ -365,7 +365,7 @@ std::vector<Slope> update_slopes(StateFormat format) {
   std::vector<Slope> slopes = {{1}, {0.6}, {0.2}, {0.06}, {0.02}, {0.006}, {0.002}, {0.001}};
   const int64_t n = 32 * kScaleBlock;
   HeldSpan exact(StateFormat::fp32, 0, n);
-  HeldSpan held(format, 0, n);
+  HeldSpan state(format, 0, n);
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
   std::vector<float> grad(static_cast<size_t>(n));
@@ -373,16 +373,16 @@ std::vector<Slope> update_slopes(StateFormat format) {
   std::vector<float> before_exact(grad.size());
   AdamOptions options;
   options.weight_decay = 0;
-  for (HeldSpan* each : {&exact, &held}) each->grad_dtype = DType::f32;
+  for (HeldSpan* each : {&exact, &state}) each->grad_dtype = DType::f32;
   for (int64_t step = 1; step <= 1500; ++step) {
     for (size_t i = 0; i < grad.size(); ++i) {
       grad[i] = normal(random) * static_cast<float>(slopes[i % slopes.size()].size);
     }
-    for (HeldSpan* each : {&exact, &held}) {
+    for (HeldSpan* each : {&exact, &state}) {
       each->set_grad(grad);
       adamw(adam_numbers(options, step, 7), each->span());
     }
-    const std::vector<float> after = exported(held, StatePlane::master);
+    const std::vector<float> after = exported(state, StatePlane::master);
     const std::vector<float> after_exact = exported(exact, StatePlane::master);
     for (size_t i = 0; i < grad.size() && step > 300; ++i) {
       const auto update = static_cast<double>(after[i] - before[i]);
@@ -414,10 +414,10 @@ std::vector<float> gradients(std::mt19937& random, int64_t n, float others) {
 
 TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
   const int64_t n = 4 * kScaleBlock;
-  std::vector<HeldSpan> held;
+  std::vector<HeldSpan> states;
   for (const StateFormat format : kLowBit) {
     for (const DType grad_dtype : {DType::f32, DType::bf16}) {
-      held.emplace_back(format, 0, n).grad_dtype = grad_dtype;
+      states.emplace_back(format, 0, n).grad_dtype = grad_dtype;
     }
   }
   std::vector<double> exact(static_cast<size_t>(n));
@@ -427,7 +427,7 @@ TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
     for (size_t i = 0; i < exact.size(); ++i) {
       exact[i] += 0.001 * (static_cast<double>(grad[i]) * static_cast<double>(grad[i]) - exact[i]);
     }
-    for (HeldSpan& each : held) {
+    for (HeldSpan& each : states) {
       each.set_grad(grad);
       AdamSpan span = each.span();
       // bf16 gradients without `out` are stepped in pairs of vectors.
@@ -435,7 +435,7 @@ TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
       adamw(adam_numbers({}, step, 7), span);
     }
   }
-  for (HeldSpan& each : held) {
+  for (HeldSpan& each : states) {
     const std::vector<float> v = exported(each, StatePlane::exp_avg_sq);
     double sum = 0;
     for (size_t i = 0; i < v.size(); ++i) sum += i % 8 == 0 ? 0 : std::sqrt(v[i] / exact[i]);
@@ -449,18 +449,18 @@ TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
 TEST(StateFormat, SmallUpdatesMoveAShortMasterOnAverage) {
   const int64_t n = 8 * kScaleBlock;
   const int64_t steps = 2000;
-  HeldSpan held(StateFormat::int8_moments_24, 0, n);
+  HeldSpan state(StateFormat::int8_moments_24, 0, n);
   const std::vector<float> start(static_cast<size_t>(n), 1.5F);
-  import_state({}, held.span(), StatePlane::master, start.data());
-  held.set_grad(std::vector<float>(static_cast<size_t>(n), 1.0F));
+  import_state({}, state.span(), StatePlane::master, start.data());
+  state.set_grad(std::vector<float>(static_cast<size_t>(n), 1.0F));
   AdamOptions options;
   options.lr = 0x1p-23;
   options.weight_decay = 0;
   for (int64_t step = 1; step <= steps; ++step) {
-    adamw(adam_numbers(options, step, 7), held.span());
+    adamw(adam_numbers(options, step, 7), state.span());
   }
   double mean = 0;
-  for (const float p : exported(held, StatePlane::master)) {
+  for (const float p : exported(state, StatePlane::master)) {
     mean += (1.5 - static_cast<double>(p)) / 0x1p-23 / static_cast<double>(n);
   }
   // Each step moves by 256 fp32 ulps with probability 1/256, else not at all.
@@ -470,15 +470,15 @@ TEST(StateFormat, SmallUpdatesMoveAShortMasterOnAverage) {
 
 // As in torch and DeepSpeed: 1 - 1e-8 is 1 in fp32.
 TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
-  HeldSpan held(StateFormat::fp32, 0, 16);
+  HeldSpan state(StateFormat::fp32, 0, 16);
   const std::vector<float> start = spread_values(1, 16);
-  import_state({}, held.span(), StatePlane::master, start.data());
+  import_state({}, state.span(), StatePlane::master, start.data());
   AdamOptions options;
   options.lr = 1e-6;
   for (int64_t step = 1; step <= 1000; ++step) {
-    adamw(adam_numbers(options, step, 0), held.span());
+    adamw(adam_numbers(options, step, 0), state.span());
   }
-  EXPECT_EQ(exported(held, StatePlane::master), start);
+  EXPECT_EQ(exported(state, StatePlane::master), start);
 }
 
 // ---- size of updates
@@ -486,8 +486,8 @@ TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
 // The largest update in units of lr, over 300 steps, in blocks with gradients from 1e-8 to 1e-2.
 float largest_update(StateFormat format) {
   const int64_t n = 4 * kScaleBlock;
-  HeldSpan held(format, 0, n);
-  held.grad_dtype = DType::f32;
+  HeldSpan state(format, 0, n);
+  state.grad_dtype = DType::f32;
   std::mt19937 random(5);
   std::normal_distribution<float> normal;
   std::vector<float> sizes(static_cast<size_t>(n));
@@ -500,9 +500,9 @@ float largest_update(StateFormat format) {
   for (int64_t step = 1; step <= 300; ++step) {
     std::vector<float> grad(sizes);
     for (float& g : grad) g *= normal(random);
-    held.set_grad(grad);
-    adamw(adam_numbers(options, step, 3), held.span());
-    const std::vector<float> after = exported(held, StatePlane::master);
+    state.set_grad(grad);
+    adamw(adam_numbers(options, step, 3), state.span());
+    const std::vector<float> after = exported(state, StatePlane::master);
     for (size_t i = 0; i < after.size(); ++i)
       most = std::max(most, std::fabs(after[i] - before[i]));
     before = after;

@@ -67,7 +67,7 @@ struct Boolean {
 };
 
 template <typename Bits>
-struct Raw {
+struct RawBits {
   static MODICUM_INLINE Bits bits(uint64_t hash) noexcept {
     return static_cast<Bits>(hash >> (64 - 8 * sizeof(Bits)));
   }
@@ -135,13 +135,13 @@ void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
     case DType::f8_e4m3fnuz:
     case DType::f8_e5m2fnuz: return run_widest(Fill<Fnuz>{hash, first, n, to});
     case DType::u8:
-    case DType::i8: return run_widest(Fill<Raw<uint8_t>>{hash, first, n, to});
+    case DType::i8: return run_widest(Fill<RawBits<uint8_t>>{hash, first, n, to});
     case DType::i16:
-    case DType::u16: return run_widest(Fill<Raw<uint16_t>>{hash, first, n, to});
+    case DType::u16: return run_widest(Fill<RawBits<uint16_t>>{hash, first, n, to});
     case DType::i32:
-    case DType::u32: return run_widest(Fill<Raw<uint32_t>>{hash, first, n, to});
+    case DType::u32: return run_widest(Fill<RawBits<uint32_t>>{hash, first, n, to});
     case DType::i64:
-    case DType::u64: return run_widest(Fill<Raw<uint64_t>>{hash, first, n, to});
+    case DType::u64: return run_widest(Fill<RawBits<uint64_t>>{hash, first, n, to});
     case DType::f16: return run_widest(Fill<F16>{hash, first, n, to});
     case DType::bf16: return run_widest(Fill<Bf16>{hash, first, n, to});
     case DType::f32: return run_widest(Fill<F32>{hash, first, n, to});

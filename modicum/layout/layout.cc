@@ -51,9 +51,9 @@ int cut_dim(const Cut& cut, const Dims& dims) noexcept {
 //   whole                  [0,8)
 //   cut packed 2           [2,4) [6,8)       the second half of each part
 //   cut packed 1           [2,4)             places 0 and 1 of the four above
-class Held {
+class HeldExtent {
  public:
-  explicit Held(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
+  explicit HeldExtent(int64_t size) noexcept : size_(size), padded_(size) { parts_[0] = {0, size}; }
 
   void cut(const Mesh& mesh, const Cut& by, int rank, bool pads) {
     const int parts = parts_of(mesh, by);
@@ -65,7 +65,7 @@ class Held {
       parts_[0] = {parts_[0].lo + mine.lo, parts_[0].lo + mine.hi};
       return;
     }
-    const Held whole = *this;
+    const HeldExtent whole = *this;
     count_ = 0;
     size_ = padded_ = 0;
     for (int p = 0; p < by.packed; ++p) {
@@ -82,7 +82,7 @@ class Held {
 
  private:
   // Adds the indices at places [lo, hi) of `whole`. Places count through all of its chunks.
-  void take(const Held& whole, int64_t lo, int64_t hi) {
+  void take(const HeldExtent& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
     for (const Chunk& chunk : whole.parts()) {
       const int64_t from = std::max<int64_t>(lo, 0);
@@ -110,12 +110,13 @@ class Held {
   int64_t padded_;
 };
 
-// Applies all cuts of dim `d` to `held`. Returns whether the dim has any cut.
-bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, Held& held) {
+// Applies all cuts of dim `d` to `extent`. Returns whether the dim has any cut.
+bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank,
+                HeldExtent& extent) {
   bool is_cut = false;
   for (const Cut& cut : sharding.cuts) {
     if (cut_dim(cut, dims) != static_cast<int>(d)) continue;
-    held.cut(sharding.mesh, cut, rank, cut.pads && d == 0);
+    extent.cut(sharding.mesh, cut, rank, cut.pads && d == 0);
     is_cut = true;
   }
   return is_cut;
@@ -123,26 +124,26 @@ bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, 
 
 // The part of each dim of a target that a rank holds. Neighbouring dims without cuts are merged, so
 // that a target with k cut dims has at most 2k + 1 dims in its boxes.
-class Cutting {
+class ShardCutter {
  public:
-  Cutting(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
+  ShardCutter(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
       : buffer_{target.dtype, 1, 1} {
     const Dims dims(sharding, target);
     int64_t whole = 1;
     for (size_t d = 0; d < dims.sizes.size(); ++d) {
-      Held held(dims.sizes[d]);
-      if (!hold_along(sharding, dims, d, rank, held)) {
+      HeldExtent extent(dims.sizes[d]);
+      if (!hold_along(sharding, dims, d, rank, extent)) {
         whole *= dims.sizes[d];
         continue;
       }
       push_whole(whole, wants_pieces);
       whole = 1;
-      buffer_.numel *= held.size();
-      buffer_.padded_numel *= held.padded();
+      buffer_.numel *= extent.size();
+      buffer_.padded_numel *= extent.padded();
       if (!wants_pieces) continue;
-      if (held.parts().size() > 1) packed_.emplace_back(box_.rank, held);
-      const auto first = held.parts().empty() ? Chunk{0, 0} : held.parts()[0];
-      extents_[static_cast<size_t>(box_.rank)] = held.size();
+      if (extent.parts().size() > 1) packed_.emplace_back(box_.rank, extent);
+      const auto first = extent.parts().empty() ? Chunk{0, 0} : extent.parts()[0];
+      extents_[static_cast<size_t>(box_.rank)] = extent.size();
       box_.push({.size = dims.sizes[d], .lo = first.lo, .hi = first.hi, .step = 1});
     }
     push_whole(whole, wants_pieces);
@@ -185,7 +186,7 @@ class Cutting {
   LocalBuffer buffer_;
   Box box_;
   std::array<int64_t, Box::kMaxDims + 1> extents_;
-  std::vector<std::pair<int, Held>> packed_;
+  std::vector<std::pair<int, HeldExtent>> packed_;
 };
 
 void refuse_below(int least, int got, const char* what) {
@@ -355,15 +356,15 @@ std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& tar
   const Dims dims(sharding, target);
   std::vector<int64_t> shape;
   for (size_t d = 0; d < dims.sizes.size(); ++d) {
-    Held held(dims.sizes[d]);
-    hold_along(sharding, dims, d, rank, held);
-    shape.push_back(held.size());
+    HeldExtent extent(dims.sizes[d]);
+    hold_along(sharding, dims, d, rank, extent);
+    shape.push_back(extent.size());
   }
   return shape;
 }
 
 LocalBuffer local_buffer(const Sharding& sharding, const TensorSpec& target, int rank) {
-  return Cutting(sharding, target, rank, false).buffer();
+  return ShardCutter(sharding, target, rank, false).buffer();
 }
 
 LocalBuffer local_buffer(const FlatGroup& flat, int rank) noexcept {
@@ -385,7 +386,7 @@ uint64_t buffer_class(const Layout& layout, int rank) noexcept {
 
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece) {
-  Cutting cutting(sharding, target, rank, true);
+  ShardCutter cutting(sharding, target, rank, true);
   cutting.pieces(piece);
   return cutting.buffer();
 }

@@ -163,7 +163,7 @@ Ids product(const Ids& rows, const Ids& columns, int64_t row_size) {
 }
 
 TEST(Layout, StridedShardsAreChunksOfEachPackedPart) {
-  const auto held = [](int64_t n, int packed, int world) {
+  const auto indices_by_rank = [](int64_t n, int packed, int world) {
     const Layout layout =
         make_layout("test", {.mesh = {{world}}, .cuts = {{.axes = {0}, .packed = packed}}});
     std::vector<Ids> all;
@@ -171,11 +171,11 @@ TEST(Layout, StridedShardsAreChunksOfEachPackedPart) {
     return all;
   };
   using All = std::vector<Ids>;
-  EXPECT_EQ(held(9, 2, 4), (All{{0, 1, 5}, {2, 3, 6}, {4, 7}, {8}}));
-  EXPECT_EQ(held(10, 2, 2), (All{{0, 1, 2, 5, 6, 7}, {3, 4, 8, 9}}));
-  EXPECT_EQ(held(10, 4, 2), (All{{0, 1, 3, 4, 6, 7, 9}, {2, 5, 8}}));
-  EXPECT_EQ(held(5, 2, 4), (All{{0, 3}, {1, 4}, {2}, {}}));
-  EXPECT_EQ(held(7, 2, 2), (All{{0, 1, 4, 5}, {2, 3, 6}}));
+  EXPECT_EQ(indices_by_rank(9, 2, 4), (All{{0, 1, 5}, {2, 3, 6}, {4, 7}, {8}}));
+  EXPECT_EQ(indices_by_rank(10, 2, 2), (All{{0, 1, 2, 5, 6, 7}, {3, 4, 8, 9}}));
+  EXPECT_EQ(indices_by_rank(10, 4, 2), (All{{0, 1, 3, 4, 6, 7, 9}, {2, 5, 8}}));
+  EXPECT_EQ(indices_by_rank(5, 2, 4), (All{{0, 3}, {1, 4}, {2}, {}}));
+  EXPECT_EQ(indices_by_rank(7, 2, 2), (All{{0, 1, 4, 5}, {2, 3, 6}}));
 }
 
 TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
@@ -256,29 +256,29 @@ TEST(Layout, FlatGroupsEqualDeepSpeeds) {
   EXPECT_FALSE(layout.is_flat(1));
   EXPECT_FALSE(layout.is_flat(3));
   // The elements [lo, hi) of target t on the rank, and the place of the first in the rank's buffer.
-  const auto held = [&](uint32_t t, int rank) {
+  const auto held_ids = [&](uint32_t t, int rank) {
     const Box box = flat_piece(flat, layout.places[t].begin, numel_of(targets[t]->shape), rank);
     return box.empty() ? Ids{} : Ids{box.dims[0].lo, box.dims[0].hi, box.at};
   };
-  EXPECT_EQ(held(0, 0), (Ids{0, 6, 0}));
-  EXPECT_EQ(held(0, 1), (Ids{6, 10, 0}));
-  EXPECT_EQ(held(2, 1), (Ids{0, 2, 4}));
-  EXPECT_EQ(held(2, 2), (Ids{2, 7, 0}));
-  EXPECT_EQ(held(4, 2), (Ids{0, 1, 5}));
-  EXPECT_EQ(held(4, 3), (Ids{1, 5, 0}));
-  EXPECT_EQ(held(0, 2), Ids{});
+  EXPECT_EQ(held_ids(0, 0), (Ids{0, 6, 0}));
+  EXPECT_EQ(held_ids(0, 1), (Ids{6, 10, 0}));
+  EXPECT_EQ(held_ids(2, 1), (Ids{0, 2, 4}));
+  EXPECT_EQ(held_ids(2, 2), (Ids{2, 7, 0}));
+  EXPECT_EQ(held_ids(4, 2), (Ids{0, 1, 5}));
+  EXPECT_EQ(held_ids(4, 3), (Ids{1, 5, 0}));
+  EXPECT_EQ(held_ids(0, 2), Ids{});
   EXPECT_EQ(local_buffer(flat, 3).numel, 4);
   EXPECT_EQ(local_buffer(flat, 3).padded_numel, 6);
   EXPECT_EQ(flat_layout("zero1", 4, targets, false).flats[0].part, 6);
 }
 
 TEST(Layout, RoundRobinOrdersTargetsByRank) {
-  const TensorSpec one = tensor({1});
-  const std::vector<const TensorSpec*> six(6, &one);
+  const TensorSpec scalar = tensor({1});
+  const std::vector<const TensorSpec*> six(6, &scalar);
   EXPECT_EQ(flat_layout("zero2", 4, six, true).flats[0].targets,
             (std::vector<uint32_t>{0, 4, 1, 5, 2, 3}));
   const TensorSpec none = tensor({0, 2});
-  const std::vector<const TensorSpec*> some = {&one, &none, &one, &one};
+  const std::vector<const TensorSpec*> some = {&scalar, &none, &scalar, &scalar};
   EXPECT_EQ(flat_layout("zero2", 2, some, true).flats[0].targets,
             (std::vector<uint32_t>{0, 3, 2, 1}));
 }
@@ -393,15 +393,15 @@ TEST(Layout, RunsListARanksElementsInMemoryOrder) {
   do {
     for (int rank = 0; rank < 6; ++rank) {
       for (const Sharding* each : {&sharding, &across}) {
-        std::vector<Ids> held = {indices(7), indices(5), indices(3)};
+        std::vector<Ids> held_indices = {indices(7), indices(5), indices(3)};
         for (const Cut& cut : each->cuts) {
-          Ids& along = held[static_cast<size_t>(cut.dim)];
+          Ids& along = held_indices[static_cast<size_t>(cut.dim)];
           const bool outer = cut.axes[0] == 0;
           along = cut_by_hand(along, cut.packed, outer ? 2 : 3, outer ? rank / 3 : rank % 3);
         }
         const auto at = [&](size_t place) { return static_cast<size_t>(order[place]); };
-        Ids expected = product(held[at(0)], held[at(1)], shape[at(1)]);
-        expected = product(expected, held[at(2)], shape[at(2)]);
+        Ids expected = product(held_indices[at(0)], held_indices[at(1)], shape[at(1)]);
+        expected = product(expected, held_indices[at(2)], shape[at(2)]);
         Ids got;
         int64_t behind = -1;
         for (const ElementRun& run : runs_of(*each, tensor(shape), rank, order)) {

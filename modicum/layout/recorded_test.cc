@@ -22,7 +22,7 @@ constexpr int64_t kSizes = 41;  // of a dim: 0 to 40
 
 using Words = std::vector<std::string>;
 
-struct Recorded {
+struct Recording {
   std::map<std::string, Words> owners, rows;  // by number: a word for each size, or one for all
   std::vector<Words> torch, zero, zero3;
 };
@@ -35,8 +35,8 @@ Words words_of(const std::string& line) {
   return words;
 }
 
-Recorded recorded() {
-  Recorded all;
+Recording recorded() {
+  Recording all;
   std::istringstream in(kRecorded);
   std::string line;
   std::getline(in, line);  // the versions
@@ -68,11 +68,11 @@ std::vector<int> numbers(const std::string& text, char separator) {
 // A shape such as "3,n".
 TensorSpec tensor(const std::string& shape, int64_t n, DType dtype = DType::f32) {
   std::istringstream in(shape);
-  TensorSpec made{"t", Role::param, dtype, {}};
+  TensorSpec spec{"t", Role::param, dtype, {}};
   for (std::string size; std::getline(in, size, ',');) {
-    made.shape.push_back(size == "n" ? n : std::stoll(size));
+    spec.shape.push_back(size == "n" ? n : std::stoll(size));
   }
-  return made;
+  return spec;
 }
 
 Sharding sharding_of(const std::string& name, std::vector<int> mesh, int dim) {
@@ -96,7 +96,7 @@ struct OwnedDim {
   std::string part_of_rank;  // empty: every rank holds all indices
   const Words* owners = nullptr;
 
-  std::vector<int64_t> held(int64_t size, int64_t n, int rank) const {
+  std::vector<int64_t> held_indices(int64_t size, int64_t n, int rank) const {
     std::vector<int64_t> indices;
     for (int64_t i = 0; i < size; ++i) {
       if (owners == nullptr || at_size(*owners, n).at(static_cast<size_t>(i)) ==
@@ -117,7 +117,7 @@ struct Shard {
 Shard shard_of(const std::vector<OwnedDim>& dims, const TensorSpec& target, int64_t n, int rank) {
   Shard shard;
   for (size_t d = 0; d < dims.size(); ++d) {
-    const auto indices = dims[d].held(target.shape[d], n, rank);
+    const auto indices = dims[d].held_indices(target.shape[d], n, rank);
     std::vector<int64_t> ids;
     ids.reserve(shard.ids.size() * indices.size());
     for (const int64_t outer : shard.ids) {
@@ -142,7 +142,7 @@ std::vector<int64_t> ids_of_runs(const Sharding& sharding, const TensorSpec& tar
 // The value of a digit: 0-9, a-z, A-Z.
 int64_t digit(char c) { return c <= '9' ? c - '0' : c >= 'a' ? c - 'a' + 10 : c - 'A' + 36; }
 
-void expect_recorded(const Recorded& all, const Words& words) {
+void expect_recorded(const Recording& all, const Words& words) {
   const std::string& shape = words.at(5);
   const std::vector<int> mesh = numbers(words[1], 'x');
   const Sharding sharding = sharding_of(words[0], mesh, std::stoi(words[3]));
@@ -177,7 +177,7 @@ void expect_recorded(const Recorded& all, const Words& words) {
 }
 
 TEST(RecordedCuts, EqualThoseOfDTensorAndFsdp2) {
-  const Recorded all = recorded();
+  const Recording all = recorded();
   EXPECT_GE(all.torch.size(), 562U);
   for (const Words& words : all.torch) {
     SCOPED_TRACE(words[0] + " " + words[1] + " dim " + words[3] + " shape " + words[5]);
@@ -187,7 +187,7 @@ TEST(RecordedCuts, EqualThoseOfDTensorAndFsdp2) {
 }
 
 TEST(RecordedCuts, EqualThoseOfZero3) {
-  const Recorded all = recorded();
+  const Recording all = recorded();
   EXPECT_GE(all.zero3.size(), 27U);
   const TensorSpec scalar = tensor("", 0), ints = tensor("5", 0, DType::i64);
   for (const Words& words : all.zero3) {
@@ -214,25 +214,25 @@ TEST(RecordedCuts, EqualThoseOfZero3) {
 
 // The tensors of `model` in record_cuts.py.
 std::vector<TensorSpec> zero_model() {
-  std::vector<TensorSpec> made = {tensor("", 0)};
+  std::vector<TensorSpec> model = {tensor("", 0)};
   for (int64_t n = 0; n < kSizes; ++n) {
-    made.push_back(tensor("n", n));
-    made.push_back(tensor("n,3", n));
-    made.push_back(tensor("3,n", n, DType::bf16));
-    made.push_back(tensor("2,n,3", n, DType::f16));
-    made.push_back(tensor("5,2,n", n));
-    made.push_back(tensor("n,2", n, DType::i64));
+    model.push_back(tensor("n", n));
+    model.push_back(tensor("n,3", n));
+    model.push_back(tensor("3,n", n, DType::bf16));
+    model.push_back(tensor("2,n,3", n, DType::f16));
+    model.push_back(tensor("5,2,n", n));
+    model.push_back(tensor("n,2", n, DType::i64));
   }
-  made.push_back(tensor("", 0, DType::boolean));
-  return made;
+  model.push_back(tensor("", 0, DType::boolean));
+  return model;
 }
 
 TEST(RecordedCuts, EqualThoseOfZero1And2) {
-  const Recorded all = recorded();
+  const Recording all = recorded();
   EXPECT_GE(all.zero.size(), 54U);
   const std::vector<TensorSpec> model = zero_model();
   std::vector<const TensorSpec*> targets;
-  for (const TensorSpec& one : model) targets.push_back(&one);
+  for (const TensorSpec& target : model) targets.push_back(&target);
   for (const Words& words : all.zero) {  // zero STAGES RANKS ORDER DTYPE [order ...] held ...
     SCOPED_TRACE(words[1] + " " + words[2] + " " + words[3] + " " + words[4]);
     const int world = std::stoi(words[2]);
@@ -241,7 +241,7 @@ TEST(RecordedCuts, EqualThoseOfZero1And2) {
     const FlatGroup& flat = layout.flats[words[4] == "float32"    ? 0
                                          : words[4] == "bfloat16" ? 1
                                                                   : 2];
-    std::vector<uint32_t> order, counts, held;
+    std::vector<uint32_t> order, counts, numels;
     const auto begins = std::find(words.begin(), words.end(), "held");
     for (auto w = words.begin() + 6; w < begins; ++w) {
       order.push_back(static_cast<uint32_t>(std::stoul(*w)));
@@ -259,9 +259,9 @@ TEST(RecordedCuts, EqualThoseOfZero1And2) {
       EXPECT_EQ(ours, order);
     }
     for (int rank = 0; rank < world; ++rank) {
-      held.push_back(static_cast<uint32_t>(local_buffer(flat, rank).numel));
+      numels.push_back(static_cast<uint32_t>(local_buffer(flat, rank).numel));
     }
-    EXPECT_EQ(held, counts);
+    EXPECT_EQ(numels, counts);
   }
 }
 

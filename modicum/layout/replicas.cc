@@ -34,10 +34,10 @@ std::vector<int> replicas_of(const Sharding& sharding, int rank) {
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
     const int size = sharding.mesh.sizes[axis];
     inner /= size;
-    const int own = rank / inner % size;
+    const int coordinate = rank / inner % size;
     std::vector<int> further;
     for (const int outer : ranks) {
-      for (int i = cuts[axis] ? own : 0; i < (cuts[axis] ? own + 1 : size); ++i) {
+      for (int i = cuts[axis] ? coordinate : 0; i < (cuts[axis] ? coordinate + 1 : size); ++i) {
         further.push_back(outer + i * inner);
       }
     }

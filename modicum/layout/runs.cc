@@ -12,7 +12,7 @@ namespace {
 // elements as before. (Not for a flattened sharding, which has no dims to permute.)
 std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Sharding& sharding,
                                           std::span<const int> order) {
-  std::pair<TensorSpec, Sharding> made(target, sharding);
+  std::pair<TensorSpec, Sharding> result(target, sharding);
   const size_t dims = target.shape.size();
   const auto refuse = [&] {
     fail(Category::usage, "the order does not list each dim of the tensor once",
@@ -26,13 +26,13 @@ std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Shardi
     const auto dim = static_cast<size_t>(order[place]);
     if (dim >= dims || place_of[dim] >= 0) refuse();
     place_of[dim] = static_cast<int>(place);
-    made.first.shape[place] = target.shape[dim];
+    result.first.shape[place] = target.shape[dim];
   }
-  for (Cut& cut : made.second.cuts) {
+  for (Cut& cut : result.second.cuts) {
     const size_t dim = static_cast<size_t>(cut.dim) < dims ? static_cast<size_t>(cut.dim) : 0;
     if (dims > 0) cut.dim = place_of[dim];
   }
-  return made;
+  return result;
 }
 
 }  // namespace

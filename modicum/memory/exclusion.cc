@@ -72,10 +72,10 @@ void reserve_ranges() noexcept {
 
 Block* block_after(Block& block) {
   if (Block* const next = block.next) return next;
-  auto made = std::make_unique<Block>();
+  auto created = std::make_unique<Block>();
   Block* expected = nullptr;
-  if (!block.next.compare_exchange_strong(expected, made.get())) return expected;
-  return made.release();
+  if (!block.next.compare_exchange_strong(expected, created.get())) return expected;
+  return created.release();
 }
 
 ExcludedRange* claim_row() {

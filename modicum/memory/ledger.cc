@@ -23,16 +23,17 @@ namespace {
 // Calls `take`, which allocates `bytes` for `purpose`. If it throws NOMEM, adds this need and the
 // memory held to the error.
 template <typename Take>
-auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const Take& take) {
+auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& footprint, const Take& take) {
   try {
     return take();
   } catch (const Error& error) {
     if (error.category() != Category::no_memory) throw;
     Facts facts = error.facts();
     facts.got = fmt::format("a request for {} bytes of {}", bytes, purpose_name(purpose));
-    facts.owners = owners_of(held);
+    facts.owners = owners_of(footprint);
     fail(error.category(),
-         fmt::format("{}; {} are held already", error.what_happened(), format_size(held.total())),
+         fmt::format("{}; {} are held already", error.what_happened(),
+                     format_size(footprint.total())),
          std::move(facts));
   }
 }
@@ -49,9 +50,9 @@ Charge Charge::split(uint64_t bytes) {
 
 void Charge::Entry::operator()(Ledger* ledger) const noexcept {
   const std::lock_guard lock(ledger->mutex_);
-  ledger->held_[purpose] -= bytes;
+  ledger->footprint_[purpose] -= bytes;
   ledger->reporter_.remove(purpose, bytes);
-  if (is_copied) ledger->held_[Purpose::fork] -= bytes;
+  if (is_copied) ledger->footprint_[Purpose::fork] -= bytes;
 }
 
 // Unmaps the pages before the entry is returned: memory that is still mapped must not count as
@@ -64,7 +65,7 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
 }
 
 Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
-  return naming_need(purpose, bytes, held(), [&] { return map(purpose, bytes, fork); });
+  return naming_need(purpose, bytes, footprint(), [&] { return map(purpose, bytes, fork); });
 }
 
 // Books before it maps, so that the limit is not exceeded even briefly. If mapping fails, the
@@ -79,7 +80,7 @@ Buffer Ledger::map(Purpose purpose, uint64_t bytes, Fork fork) {
 
 Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Poll poll, Fork fork) {
   MODICUM_ASSERT(threads >= 1);
-  return naming_need(purpose, bytes, held(), [&] {
+  return naming_need(purpose, bytes, footprint(), [&] {
     Buffer buffer = map(purpose, bytes, fork);
     commit_pages(buffer.bytes(), threads, poll);
     return buffer;
@@ -89,7 +90,7 @@ Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Poll poll, F
 Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
   MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
   MODICUM_ASSERT(part.size() % kPageBytes == 0);
-  return naming_need(purpose, part.size(), held(), [&] {
+  return naming_need(purpose, part.size(), footprint(), [&] {
     Charge booked = book(purpose, part.size());
     commit_pages(part, 1, kNoPoll);
     return booked;
@@ -97,7 +98,7 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
 }
 
 void Ledger::require_room(const Footprint& needed, std::string_view what) const {
-  Footprint all = held();
+  Footprint all = footprint();
   const uint64_t limit = limit_bytes();
   const uint64_t left = limit - std::min(limit, all.total());
   all += needed;
@@ -112,7 +113,7 @@ Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, byt
 
 Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   const std::lock_guard lock(mutex_);
-  const uint64_t before = held_.total();
+  const uint64_t before = footprint_.total();
   const uint64_t more = is_copied ? saturating_add(bytes, bytes) : bytes;
   // Compares without forming the sum, which may overflow.
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
@@ -121,12 +122,12 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
                     purpose_name(purpose),
                     is_copied ? " (counted twice, since forked children may keep copies)" : "",
                     format_size(before)),
-        limit_bytes_, saturating_add(before, more), held_);
+        limit_bytes_, saturating_add(before, more), footprint_);
   }
-  held_[purpose] += bytes;
+  footprint_[purpose] += bytes;
   reporter_.add(purpose, bytes);
-  if (is_copied) held_[Purpose::fork] += bytes;
-  if (before + more > at_peak_.total()) at_peak_ = held_;
+  if (is_copied) footprint_[Purpose::fork] += bytes;
+  if (before + more > at_peak_.total()) at_peak_ = footprint_;
   since_mark_ = std::max(since_mark_, before + more);
   return Charge(this, {purpose, bytes, is_copied});
 }
@@ -138,7 +139,7 @@ void Ledger::set_limit(uint64_t bytes) {
 
 void Ledger::mark() {
   const std::lock_guard lock(mutex_);
-  since_mark_ = held_.total();
+  since_mark_ = footprint_.total();
 }
 
 }  // namespace modicum

@@ -130,7 +130,7 @@ class Ledger {
   Ledger& operator=(const Ledger&) = delete;
 
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
-  // an empty Buffer. On failure `held` is unchanged and nothing stays mapped. Throws BUDGET
+  // an empty Buffer. On failure `footprint` is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
   // memory held now), NOMEM if the kernel refuses (`got` is the request, `owners` as for BUDGET),
   // and any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the
@@ -150,7 +150,7 @@ class Ledger {
   // Books memory that the caller owns; maps nothing. Throws BUDGET.
   Charge adopt(Purpose purpose, uint64_t bytes);
 
-  Footprint held() const { return locked(held_); }
+  Footprint footprint() const { return locked(footprint_); }
   // The value of `held()` when its total was highest.
   Footprint at_peak() const { return locked(at_peak_); }
   uint64_t peak_bytes() const { return at_peak().total(); }
@@ -176,7 +176,7 @@ class Ledger {
   uint64_t limit_bytes_;
   const Reporter reporter_;
   mutable std::mutex mutex_;
-  Footprint held_;
+  Footprint footprint_;
   Footprint at_peak_;
   uint64_t since_mark_ = 0;
 };

@@ -53,14 +53,14 @@ bool holds_in_a_child(FunctionRef<bool()> check) {
 
 TEST(Ledger, ChargesWholePagesExactly) {
   Ledger ledger;
-  const Buffer one = ledger.charge(Purpose::shards, 1);
+  const Buffer buffer = ledger.charge(Purpose::shards, 1);
   const Buffer two = ledger.charge(Purpose::staging, kPageBytes + 1);
-  EXPECT_EQ(one.bytes().size(), kPageBytes);
+  EXPECT_EQ(buffer.bytes().size(), kPageBytes);
   EXPECT_EQ(two.bytes().size(), 2 * kPageBytes);
   Footprint expected;
   expected[Purpose::shards] = kPageBytes;
   expected[Purpose::staging] = 2 * kPageBytes;
-  EXPECT_EQ(ledger.held(), expected);
+  EXPECT_EQ(ledger.footprint(), expected);
 }
 
 TEST(Ledger, AtPeakIsTheFootprintOfTheHighestTotal) {
@@ -75,7 +75,7 @@ TEST(Ledger, AtPeakIsTheFootprintOfTheHighestTotal) {
   const Buffer later = ledger.charge(Purpose::grad, 2 * kPageBytes);
   EXPECT_EQ(ledger.at_peak(), expected);
   EXPECT_EQ(ledger.peak_bytes(), 3 * kPageBytes);
-  EXPECT_EQ(ledger.held().total(), 2 * kPageBytes);
+  EXPECT_EQ(ledger.footprint().total(), 2 * kPageBytes);
 }
 
 TEST(Ledger, MemoryIsZeroWritableAndAligned) {
@@ -89,7 +89,7 @@ TEST(Ledger, MemoryIsZeroWritableAndAligned) {
     const uint64_t alignment = size >= 2 * kMiB ? 2 * kMiB : kPageBytes;
     EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % alignment, 0U);
   }
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(Ledger, APollThatThrowsAbortsTheCommit) {
@@ -107,7 +107,7 @@ TEST(Ledger, APollThatThrowsAbortsTheCommit) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::cancelled);
   EXPECT_LE(polls, 10) << "of 160: the other thread ends its step and stops";
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
   EXPECT_LT(status_bytes("VmSize"), before + kGiB);
 }
 
@@ -125,7 +125,7 @@ TEST(Ledger, RequireRoomIsAllOrNothing) {
   EXPECT_EQ(error->what_happened(),
             "a state needs 12.00 KiB, and the budget has 12.00 KiB left: 1 B too little");
   EXPECT_EQ(error->facts().shortfall_bytes, 1U);
-  EXPECT_EQ(ledger.held().total(), kPageBytes);
+  EXPECT_EQ(ledger.footprint().total(), kPageBytes);
 }
 
 TEST(Ledger, ZeroBytesAreAnEmptyBuffer) {
@@ -141,7 +141,7 @@ TEST(Ledger, TheLimitItselfFits) {
   Ledger ledger(3 * kPageBytes);
   const Buffer buffer = ledger.charge(Purpose::shards, 2 * kPageBytes);
   const Charge adopted = ledger.adopt(Purpose::plan, kPageBytes);
-  EXPECT_EQ(ledger.held().total(), ledger.limit_bytes());
+  EXPECT_EQ(ledger.footprint().total(), ledger.limit_bytes());
   EXPECT_TRUE(error_of([&] { ledger.adopt(Purpose::plan, 1); }));
 }
 
@@ -160,7 +160,7 @@ TEST(Ledger, ExceedingTheLimitMapsNothing) {
   ASSERT_EQ(met->facts().owners.size(), 2U);
   EXPECT_EQ(met->facts().owners[0].purpose, "header");
   EXPECT_EQ(met->facts().owners[1].bytes, 1000U);
-  EXPECT_EQ(ledger.held().total(), 3000U);
+  EXPECT_EQ(ledger.footprint().total(), 3000U);
   EXPECT_EQ(ledger.peak_bytes(), 3000U);
   EXPECT_LT(status_bytes("VmSize"), before + kGiB);
   SKIP_UNDER_SANITIZERS();
@@ -173,7 +173,7 @@ TEST(Ledger, AnOverflowingChargeIsABudgetError) {
   const std::optional<Error> met = error_of([&] { ledger.adopt(Purpose::plan, UINT64_MAX - 10); });
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::budget);
-  EXPECT_EQ(ledger.held().total(), 1000U);
+  EXPECT_EQ(ledger.footprint().total(), 1000U);
 }
 
 TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
@@ -184,7 +184,7 @@ TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
         error_of([&] { ledger.charge(Purpose::shards, size - kPageBytes); });
     ASSERT_TRUE(met) << size;
     EXPECT_EQ(met->category(), Category::no_memory) << met->what();
-    EXPECT_EQ(ledger.held().total(), kPageBytes);
+    EXPECT_EQ(ledger.footprint().total(), kPageBytes);
     EXPECT_EQ(met->facts().got, fmt::format("a request for {} bytes of shards", size - kPageBytes));
     EXPECT_NE(met->what_happened().find("; 4.00 KiB are held already"), std::string::npos)
         << met->what();
@@ -205,21 +205,21 @@ TEST(Ledger, AFailedCommitReturnsItsEntry) {
   const std::optional<Error> met = error_of([&] { ledger.charge_shared(Purpose::window, gone); });
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::no_memory) << met->what();
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(Ledger, AMovedChargeIsReturnedOnce) {
   Ledger ledger;
   Charge a = ledger.adopt(Purpose::plan, 100);
   Charge b = std::move(a);
-  EXPECT_EQ(ledger.held().total(), 100U);
+  EXPECT_EQ(ledger.footprint().total(), 100U);
   Charge c = ledger.adopt(Purpose::header, 7);
   c = std::move(b);
   EXPECT_EQ(c.purpose(), Purpose::plan);
   EXPECT_EQ(c.bytes(), 100U);
-  EXPECT_EQ(ledger.held().total(), 100U);
+  EXPECT_EQ(ledger.footprint().total(), 100U);
   c = Charge();
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(Ledger, AMovedBufferIsReturnedOnce) {
@@ -231,10 +231,10 @@ TEST(Ledger, AMovedBufferIsReturnedOnce) {
   EXPECT_EQ(b.bytes()[0], std::byte{7});
   Buffer c = ledger.charge(Purpose::grad, kPageBytes);
   c = std::move(b);
-  EXPECT_EQ(ledger.held()[Purpose::grad], 0U);
-  EXPECT_EQ(ledger.held()[Purpose::shards], 2 * kPageBytes);
+  EXPECT_EQ(ledger.footprint()[Purpose::grad], 0U);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], 2 * kPageBytes);
   c = Buffer();
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(Ledger, ChargedMemoryIsCommittedUntouched) {
@@ -257,7 +257,7 @@ TEST(Ledger, ReservedMemoryIsCommittedOnWrite) {
   Ledger ledger(64 * kMiB);
   const uint64_t before = status_bytes("RssAnon");
   const Buffer reserved = ledger.reserve(Purpose::shards, 64 * kMiB);
-  EXPECT_EQ(ledger.held()[Purpose::shards], 64 * kMiB);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], 64 * kMiB);
   EXPECT_LT(status_bytes("RssAnon"), before + 16 * kMiB);
   std::fill(reserved.bytes().begin(), reserved.bytes().end(), std::byte{7});
   EXPECT_GE(status_bytes("RssAnon") + kMiB, before + 64 * kMiB);
@@ -352,10 +352,11 @@ TEST(Fork, AGrandchildFindsTheSameReservations) {
   const Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB);
   const std::byte* const first = buffer.bytes().data();
   EXPECT_TRUE(holds_in_a_child([&] {
-    const Buffer own = ledger.charge(Purpose::staging, kPageBytes);
-    return !is_excluded_here(own.bytes().data()) && holds_in_a_child([&] {
+    const Buffer charged = ledger.charge(Purpose::staging, kPageBytes);
+    return !is_excluded_here(charged.bytes().data()) && holds_in_a_child([&] {
       return permissions_at(first) == "---p" && is_excluded_here(first) &&
-             permissions_at(own.bytes().data()) == "---p" && is_excluded_here(own.bytes().data());
+             permissions_at(charged.bytes().data()) == "---p" &&
+             is_excluded_here(charged.bytes().data());
     });
   }));
 }
@@ -366,17 +367,17 @@ TEST(Fork, ABufferDestroyedInAChildLeavesTheParentsIntact) {
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
     Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoPoll, fork);
     std::fill(buffer.bytes().begin(), buffer.bytes().end(), std::byte{7});
-    const Footprint held = ledger.held();
+    const Footprint footprint = ledger.footprint();
     const std::byte* const first = buffer.bytes().data();
     EXPECT_TRUE(holds_in_a_child([&] {
       buffer = {};
-      return ledger.held() == Footprint{} && !is_excluded_here(first);
+      return ledger.footprint() == Footprint{} && !is_excluded_here(first);
     }));
-    EXPECT_EQ(ledger.held(), held);
+    EXPECT_EQ(ledger.footprint(), footprint);
     EXPECT_TRUE(std::all_of(buffer.bytes().begin(), buffer.bytes().end(),
                             [](std::byte b) { return b == std::byte{7}; }));
     buffer = {};
-    EXPECT_EQ(ledger.held(), Footprint{});
+    EXPECT_EQ(ledger.footprint(), Footprint{});
   }
 }
 
@@ -400,8 +401,8 @@ TEST(Fork, SharedMemoryIsTheSameInParentAndChildren) {
   const std::span<std::byte> bytes = buffer.bytes();
   EXPECT_EQ(reinterpret_cast<uintptr_t>(bytes.data()) % (2 * kMiB), 0U);
   EXPECT_EQ(permissions_at(bytes.data()), "rw-s");
-  EXPECT_EQ(ledger.held()[Purpose::shards], 4 * kMiB + kPageBytes);
-  EXPECT_EQ(ledger.held()[Purpose::fork], 0U);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], 4 * kMiB + kPageBytes);
+  EXPECT_EQ(ledger.footprint()[Purpose::fork], 0U);
   bytes[0] = std::byte{1};
   EXPECT_TRUE(holds_in_a_child([&] {
     bytes.back() = std::byte{2};
@@ -414,8 +415,8 @@ TEST(Fork, InheritedMemoryIsCopiedAndCountsTwice) {
   constexpr uint64_t kSize = 4 * kMiB;
   Ledger ledger(2 * kSize);
   const Buffer buffer = ledger.charge(Purpose::shards, kSize, 1, kNoPoll, Fork::inherited);
-  EXPECT_EQ(ledger.held()[Purpose::shards], kSize);
-  EXPECT_EQ(ledger.held()[Purpose::fork], kSize);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], kSize);
+  EXPECT_EQ(ledger.footprint()[Purpose::fork], kSize);
   EXPECT_EQ(ledger.peak_bytes(), 2 * kSize);
   buffer.bytes()[0] = std::byte{1};
   EXPECT_TRUE(holds_in_a_child([&] {
@@ -435,7 +436,7 @@ TEST(Fork, InheritedMemoryNeedsRoomForTheCopies) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::budget);
   EXPECT_EQ(error->facts().shortfall_bytes, 1U);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
   EXPECT_FALSE(ledger.reserve(Purpose::shards, kMiB).empty());
 }
 
@@ -444,10 +445,10 @@ TEST(Fork, SplittingAnInheritedEntrySplitsItsCopies) {
   Buffer buffer = ledger.charge(Purpose::shards, 2 * kMiB, 1, kNoPoll, Fork::inherited);
   {
     const Charge part = buffer.split(kMiB);
-    EXPECT_EQ(ledger.held().total(), 4 * kMiB);
+    EXPECT_EQ(ledger.footprint().total(), 4 * kMiB);
   }
-  EXPECT_EQ(ledger.held()[Purpose::fork], kMiB);
-  EXPECT_EQ(ledger.held()[Purpose::shards], kMiB);
+  EXPECT_EQ(ledger.footprint()[Purpose::fork], kMiB);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], kMiB);
 }
 
 // Must fail if a walk of the table ends after the first block of 64 rows.
@@ -496,7 +497,7 @@ TEST(Ledger, SharedMappingsAreSeenByForkedChildren) {
   const Charge charge =
       ledger.charge_shared(Purpose::window, mapping.bytes().subspan(kPageBytes, 2 * kPageBytes));
   EXPECT_EQ(charge.bytes(), 2 * kPageBytes);
-  EXPECT_EQ(ledger.held()[Purpose::window], 2 * kPageBytes);
+  EXPECT_EQ(ledger.footprint()[Purpose::window], 2 * kPageBytes);
   EXPECT_TRUE(is_all_zero(mapping.bytes()));
   mapping.bytes()[kPageBytes] = std::byte{1};
   EXPECT_TRUE(holds_in_a_child([&] {
@@ -523,7 +524,7 @@ TEST(Ledger, SharedPartsAreWholePages) {
       [&] { ledger.charge_shared(Purpose::window, mapping.bytes().subspan(1, kPageBytes)); });
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::internal);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(Ledger, ManyThreadsNeverExceedTheLimit) {
@@ -536,13 +537,13 @@ TEST(Ledger, ManyThreadsNeverExceedTheLimit) {
         const Buffer buffer = ledger.charge(purpose, (i % 4 + 1) * kPageBytes);
         const Charge adopted = ledger.adopt(Purpose::plan, i);
         buffer.bytes()[0] = std::byte{1};
-        EXPECT_LE(ledger.held().total(), kLimit);
+        EXPECT_LE(ledger.footprint().total(), kLimit);
       } catch (const Error& error) {
         EXPECT_EQ(error.category(), Category::budget) << error.what();
       }
     }
   });
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
   EXPECT_LE(ledger.peak_bytes(), kLimit);
   EXPECT_GE(ledger.peak_bytes(), 4 * kPageBytes);
 }
@@ -566,22 +567,22 @@ TEST(Buffer, ReleasesAPartBeforeTheRest) {
   std::fill(arena.bytes().begin(), arena.bytes().end(), std::byte{7});
   {
     const Charge part = arena.split(3 * kPageBytes);
-    EXPECT_EQ(ledger.held().total(), 8 * kPageBytes);
+    EXPECT_EQ(ledger.footprint().total(), 8 * kPageBytes);
     // From the middle of page 1 to the middle of page 5: pages 2, 3 and 4 lie entirely in it.
     arena.give_up(arena.bytes().subspan(kPageBytes + 100, 4 * kPageBytes));
   }
-  EXPECT_EQ(ledger.held().total(), 5 * kPageBytes);
+  EXPECT_EQ(ledger.footprint().total(), 5 * kPageBytes);
   for (size_t page = 0; page < 8; ++page) {
     const std::byte* const first = arena.bytes().data() + page * kPageBytes;
     EXPECT_EQ(*first, page >= 2 && page < 5 ? std::byte{} : std::byte{7}) << page;
   }
   arena = {};
-  EXPECT_EQ(ledger.held().total(), 0U);
+  EXPECT_EQ(ledger.footprint().total(), 0U);
 }
 
 TEST(Ledger, ANewLimitKeepsMemoryHeldAlready) {
   Ledger ledger;
-  const Charge held = ledger.adopt(Purpose::plan, 1000);
+  const Charge charge = ledger.adopt(Purpose::plan, 1000);
   ledger.set_limit(600);
   EXPECT_EQ(ledger.limit_bytes(), 600U);
   EXPECT_THROW(static_cast<void>(ledger.adopt(Purpose::plan, 1)), Error);
@@ -592,7 +593,7 @@ TEST(Ledger, ANewLimitKeepsMemoryHeldAlready) {
 TEST(Ledger, MarkStartsANewPeak) {
   Ledger ledger;
   static_cast<void>(ledger.adopt(Purpose::plan, 5000));
-  const Charge held = ledger.adopt(Purpose::plan, 100);
+  const Charge charge = ledger.adopt(Purpose::plan, 100);
   EXPECT_EQ(ledger.peak_since_mark(), 5000U);
   ledger.mark();
   EXPECT_EQ(ledger.peak_since_mark(), 100U);
@@ -606,8 +607,8 @@ TEST(Ledger, MarkStartsANewPeak) {
 TEST(Ledger, ReportsItsEntries) {
   const auto report = std::make_unique<SelfReport>();
   const Reporter reporter(*report, getpid());
-  const auto& shards = report->held[static_cast<size_t>(Purpose::shards)];
-  const auto& fork = report->held[static_cast<size_t>(Purpose::fork)];
+  const auto& shards = report->held_bytes[static_cast<size_t>(Purpose::shards)];
+  const auto& fork = report->held_bytes[static_cast<size_t>(Purpose::fork)];
   Ledger ledger(Ledger::kNoLimit, reporter), other(Ledger::kNoLimit, reporter);
   Charge rest = other.adopt(Purpose::shards, 100);
   {
@@ -625,7 +626,7 @@ TEST(Ledger, ARefusedChargeIsNotReported) {
   const auto report = std::make_unique<SelfReport>();
   Ledger ledger(kPageBytes, Reporter(*report, getpid()));
   EXPECT_TRUE(error_of([&] { ledger.charge(Purpose::shards, 2 * kPageBytes); }).has_value());
-  EXPECT_EQ(report->held[static_cast<size_t>(Purpose::shards)].load(), 0U);
+  EXPECT_EQ(report->held_bytes[static_cast<size_t>(Purpose::shards)].load(), 0U);
 }
 
 }  // namespace

@@ -64,9 +64,9 @@ std::string ReportedName::text() const {
 
 SelfReports& SelfReports::make_in(std::span<std::byte> memory) {
   MODICUM_ASSERT(memory.size() >= sizeof(SelfReports));
-  auto& made = *reinterpret_cast<SelfReports*>(memory.data());
-  made.magic.store(kMagic);
-  return made;
+  auto& reports = *reinterpret_cast<SelfReports*>(memory.data());
+  reports.magic.store(kMagic);
+  return reports;
 }
 
 SelfReports* SelfReports::find_in(std::span<std::byte> memory) noexcept {
@@ -77,11 +77,12 @@ SelfReports* SelfReports::find_in(std::span<std::byte> memory) noexcept {
 
 SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
   // An entry with this pid belongs to an ended process, or to this process before an exec.
-  auto entry = std::find_if(pids.begin(), pids.end(),
-                            [pid](const std::atomic<int32_t>& one) { return one.load() == pid; });
-  for (auto one = pids.begin(); entry == pids.end() && one != pids.end(); ++one) {
+  auto entry = std::find_if(pids.begin(), pids.end(), [pid](const std::atomic<int32_t>& owner) {
+    return owner.load() == pid;
+  });
+  for (auto slot = pids.begin(); entry == pids.end() && slot != pids.end(); ++slot) {
     int32_t none = 0;
-    if (one->compare_exchange_strong(none, pid)) entry = one;
+    if (slot->compare_exchange_strong(none, pid)) entry = slot;
   }
   if (entry == pids.end()) return nullptr;
   SelfReport& report = reports[static_cast<size_t>(entry - pids.begin())];
@@ -91,7 +92,7 @@ SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
   report.baseline_bytes.store(baseline_bytes, kRelaxed);
   report.retained_heap_bytes.store(0, kRelaxed);
   report.budget_bytes.store(0, kRelaxed);
-  for (auto& bytes : report.held) bytes.store(0, kRelaxed);
+  for (auto& bytes : report.held_bytes) bytes.store(0, kRelaxed);
   report.phases_begun.store(0, kRelaxed);
   for (SelfReport::Phase& phase : report.phases) {
     phase.number.store(0, kRelaxed);
@@ -104,11 +105,11 @@ SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
 bool Reporter::is_on() const noexcept { return report_ != nullptr && pid_ == getpid(); }
 
 void Reporter::add(Purpose purpose, uint64_t bytes) const noexcept {
-  if (is_on()) report_->held[static_cast<size_t>(purpose)].fetch_add(bytes, kRelaxed);
+  if (is_on()) report_->held_bytes[static_cast<size_t>(purpose)].fetch_add(bytes, kRelaxed);
 }
 
 void Reporter::remove(Purpose purpose, uint64_t bytes) const noexcept {
-  if (is_on()) report_->held[static_cast<size_t>(purpose)].fetch_sub(bytes, kRelaxed);
+  if (is_on()) report_->held_bytes[static_cast<size_t>(purpose)].fetch_sub(bytes, kRelaxed);
 }
 
 void Reporter::set_budget(uint64_t bytes) const noexcept {
@@ -126,7 +127,7 @@ void Reporter::promise(const Promise& promise, int rank) const noexcept {
   const size_t count = std::min(promise.phases.size(), SelfReport::kMostPromised);
   for (size_t i = 0; i < count; ++i) {
     const Phase& phase = promise.phases[i];
-    SelfReport::Promised& to = report_->promised[i];
+    SelfReport::PromisedPhase& to = report_->promised[i];
     to.phase.set(phase.name);
     const Footprint& of_rank = phase.of_rank[static_cast<size_t>(rank)];
     for (size_t p = 0; p < kPurposes; ++p) to.bytes[p].store(of_rank.bytes[p], kRelaxed);

@@ -44,7 +44,7 @@ struct alignas(4096) SelfReport {
     std::atomic<int64_t> end_ns;  // 0: the phase has not ended; -1: the slot is unused
     ReportedName name;
   };
-  struct Promised {
+  struct PromisedPhase {
     ReportedName phase;
     std::array<std::atomic<uint64_t>, kPurposes> bytes;
   };
@@ -54,12 +54,12 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;               // at `claim`, without the retained heap
-  std::atomic<uint64_t> retained_heap_bytes;          // at the last report_heap()
-  std::atomic<uint64_t> budget_bytes;                 // budget of the node; 0: none
-  std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
+  std::atomic<uint64_t> baseline_bytes;                     // at `claim`, without the retained heap
+  std::atomic<uint64_t> retained_heap_bytes;                // at the last report_heap()
+  std::atomic<uint64_t> budget_bytes;                       // budget of the node; 0: none
+  std::array<std::atomic<uint64_t>, kPurposes> held_bytes;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
-  std::array<Promised, kMostPromised> promised;
+  std::array<PromisedPhase, kMostPromised> promised;
   std::array<Phase, kMostPhases> phases;
 };
 static_assert(sizeof(SelfReport) == 8192);

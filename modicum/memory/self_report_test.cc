@@ -53,7 +53,7 @@ TEST(SelfReport, SumsTheLedgersOfAProcess) {
   reporter.add(Purpose::shards, 100);
   reporter.add(Purpose::shards, 20);
   reporter.remove(Purpose::shards, 100);
-  EXPECT_EQ(report.held[at(Purpose::shards)].load(), 20U);
+  EXPECT_EQ(report.held_bytes[at(Purpose::shards)].load(), 20U);
   EXPECT_EQ(report.baseline_bytes.load(), 7U);
   EXPECT_EQ(report.rank.load(), -1);
 }
@@ -70,7 +70,7 @@ TEST(SelfReport, AForkedChildWritesNothing) {
     reporter.set_budget(5);
     const ReportedPhase more(reporter, "step");
     phase.end();
-    const bool is_same = report.held[at(Purpose::shards)].load() == 100 &&
+    const bool is_same = report.held_bytes[at(Purpose::shards)].load() == 100 &&
                          report.budget_bytes.load() == 0 &&
                          lasting(report) == std::vector<std::string>{"load"};
     _exit(is_same ? 0 : 1);
@@ -86,10 +86,10 @@ TEST(SelfReport, AProcessAfterAnExecBeginsAnew) {
   SelfReport* const first = reports.claim(41, 0);
   SelfReport* const other = reports.claim(42, 0);
   ASSERT_NE(first, other);
-  first->held[at(Purpose::shards)].store(100);
+  first->held_bytes[at(Purpose::shards)].store(100);
   first->phases_begun.store(3);
   EXPECT_EQ(reports.claim(41, 9), first);
-  EXPECT_EQ(first->held[at(Purpose::shards)].load(), 0U);
+  EXPECT_EQ(first->held_bytes[at(Purpose::shards)].load(), 0U);
   EXPECT_EQ(first->phases_begun.load(), 0U);
   EXPECT_EQ(first->baseline_bytes.load(), 9U);
 }

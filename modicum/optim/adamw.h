@@ -56,7 +56,7 @@ namespace modicum {
 
 class Partition;
 class ShardMap;
-struct Arriving;
+struct GradientArrival;
 struct Bucket;
 struct StateStep;
 struct Stretch;
@@ -246,7 +246,7 @@ class AdamW {
     BetaPowers powers;
   };
   std::map<std::pair<int, int64_t>, StepNumbers> numbers_;
-  std::vector<Arriving> arriving_;
+  std::vector<GradientArrival> arriving_;
   std::mutex mutex_;  // guards arriving_ while gradients arrive
 };
 

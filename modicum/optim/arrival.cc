@@ -11,7 +11,7 @@
 namespace modicum {
 
 // Merges [begin, end) with the intervals that it touches.
-bool Arrived::add(int64_t begin, int64_t end) {
+bool ArrivedRanges::add(int64_t begin, int64_t end) {
   auto next = end_of_.lower_bound(begin);
   if (next != end_of_.end() && next->first < end) return false;
   if (next != end_of_.begin() && std::prev(next)->second > begin) return false;
@@ -37,7 +37,7 @@ std::span<Bucket> AdamW::buckets(size_t shard) const noexcept {
 
 void AdamW::forget_gradients() {
   for (size_t shard = 0; shard < shards(); ++shard) {
-    arriving_[shard] = Arriving{};
+    arriving_[shard] = GradientArrival{};
     const ShardIndex& index = map_->index(shard);
     const std::span<Bucket> of_shard = buckets(shard);
     for (int64_t bucket = 0; bucket < index.buckets(); ++bucket) {
@@ -56,7 +56,7 @@ void AdamW::claim(size_t shard, int64_t at, int64_t n) {
   }
   if (n == 0) return;
   const std::lock_guard lock(mutex_);
-  Arriving& arriving = arriving_[shard];
+  GradientArrival& arriving = arriving_[shard];
   if (arriving.left_out) fail_about(shard, "its gradient was left out of this step");
   if (!arriving.arrived.add(at, at + n)) {
     fail_about(shard, fmt::format("expected elements that have not arrived in this step, got local "
@@ -87,7 +87,7 @@ void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
 
 void AdamW::leave_out(size_t shard) {
   const std::lock_guard lock(mutex_);
-  Arriving& arriving = arriving_.at(shard);
+  GradientArrival& arriving = arriving_.at(shard);
   if (arriving.arrived.count() > 0) {
     fail_about(shard, fmt::format("its gradient can't be left out: {} elements have arrived",
                                   arriving.arrived.count()));
@@ -115,7 +115,7 @@ void AdamW::take_norm(size_t shard, int64_t bucket) {
 
 void AdamW::require_complete() const {
   for (size_t shard = 0; shard < shards(); ++shard) {
-    const Arriving& arriving = arriving_[shard];
+    const GradientArrival& arriving = arriving_[shard];
     const int64_t numel = map_->index(shard).numel();
     if (arriving.left_out || arriving.arrived.count() == numel) continue;
     fail_about(shard, fmt::format("its gradient has not arrived: {} of {} elements",

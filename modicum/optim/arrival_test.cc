@@ -18,10 +18,10 @@
 namespace modicum {
 namespace {
 
-TEST(Arrived, AgreesWithASetOfIndices) {
+TEST(ArrivedRanges, AgreesWithASetOfIndices) {
   std::mt19937 random(5);
   for (int round = 0; round < 200; ++round) {
-    Arrived arrived;
+    ArrivedRanges arrived;
     std::vector<bool> there(60);
     for (int i = 0; i < 40; ++i) {
       const int64_t begin = random() % 60;
@@ -159,14 +159,14 @@ TEST(Arrival, ErrorsNameTheParameter) {
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
   const auto gradients = gradients_of(state, 1);
-  const std::vector<float> one = {1.0F};
+  const std::vector<float> gradient = {1.0F};
   expect_about(error_of([&] { state.norm(); }), "embed.weight");
   state.arrive(piece_of(0, 0, gradients[0]));
-  expect_about(error_of([&] { state.arrive(piece_of(0, 12345, one)); }), "embed.weight");
+  expect_about(error_of([&] { state.arrive(piece_of(0, 12345, gradient)); }), "embed.weight");
   state.arrive(piece_of(1, 50, {1, 2, 3}));
   expect_about(error_of([&] { state.arrive(piece_of(1, 48, {1, 2, 3})); }), "norm.weight");
-  expect_about(error_of([&] { state.arrive(piece_of(1, 100, one)); }), "norm.weight");
-  expect_about(error_of([&] { state.arrive(piece_of(1, -1, one)); }), "norm.weight");
+  expect_about(error_of([&] { state.arrive(piece_of(1, 100, gradient)); }), "norm.weight");
+  expect_about(error_of([&] { state.arrive(piece_of(1, -1, gradient)); }), "norm.weight");
   expect_about(error_of([&] { state.step(); }), "norm.weight");
   state.arrive(piece_of(1, 0, std::vector<float>(50, 1.0F)));
   state.arrive(piece_of(1, 53, std::vector<float>(47, 1.0F)));

@@ -8,7 +8,7 @@ namespace modicum {
 
 // A set of local indices as disjoint, non-adjacent intervals: usually a handful, since gradients
 // arrive in few long pieces.
-class Arrived {
+class ArrivedRanges {
  public:
   // Adds [begin, end). Returns false and adds nothing if it overlaps the set.
   bool add(int64_t begin, int64_t end);
@@ -20,8 +20,8 @@ class Arrived {
 };
 
 // The arrival of a shard's gradient in one step.
-struct Arriving {
-  Arrived arrived;
+struct GradientArrival {
+  ArrivedRanges arrived;
   bool left_out = false;
 };
 

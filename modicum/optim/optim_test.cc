@@ -40,10 +40,10 @@ TEST(AdamWFootprint, EqualsTheChargeToTheByte) {
         Ledger ledger;
         {
           const AdamW state(spec, ledger, 2);
-          EXPECT_EQ(ledger.held(), promised) << format_name(format);
+          EXPECT_EQ(ledger.footprint(), promised) << format_name(format);
           EXPECT_EQ(ledger.peak_bytes(), promised.total());
         }
-        EXPECT_EQ(ledger.held(), Footprint{});
+        EXPECT_EQ(ledger.footprint(), Footprint{});
       }
     }
   }
@@ -98,7 +98,7 @@ TEST(AdamW, CallerOwnedMastersAreUsedAndNotCharged) {
   spec.shards[0].master = reinterpret_cast<std::byte*>(master.data());
   Ledger ledger;
   AdamW state(spec, ledger, 1);
-  EXPECT_NEAR(static_cast<double>(whole - ledger.held()[Purpose::master]),
+  EXPECT_NEAR(static_cast<double>(whole - ledger.footprint()[Purpose::master]),
               static_cast<double>(master.size() * sizeof(float)), 2.0 * kPageBytes);
   deliver_tiny(state, 1);
   state.step();
@@ -124,12 +124,12 @@ TEST(AdamW, SharedMemoryIsRefusedNamingBothParameters) {
       return error_of([&] { AdamW(spec, ledger, 1); });
     };
     for (const bool out : {false, true}) {
-      const uint64_t own = out ? 2 : width;
+      const uint64_t element_bytes = out ? 2 : width;
       EXPECT_FALSE(met(0, 100 * width, out));
-      EXPECT_FALSE(met(7 * own, 0, out));
+      EXPECT_FALSE(met(7 * element_bytes, 0, out));
       for (const auto& [first, second] : {std::pair<uint64_t, uint64_t>{0, 0},
                                           {0, 100 * width - 2},
-                                          {7 * own - 2, 0},
+                                          {7 * element_bytes - 2, 0},
                                           {0, 50 * width}}) {
         const auto refused = met(first, second, out);
         ASSERT_TRUE(refused) << format_name(format) << " " << first << " " << second;
@@ -158,12 +158,12 @@ TEST(AdamW, AMasterThatOverlapsItsOwnOutIsRefused) {
 
 TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  struct Wrong {
+  struct InvalidOptions {
     AdamOptions options;
     const char* name;
     const char* got;
   };
-  const Wrong kWrong[] = {
+  const InvalidOptions kWrong[] = {
       {{.lr = -1e-3}, "lr", "-0.001"},
       {{.lr = kNan}, "lr", "nan"},
       {{.lr = 1e300}, "lr and beta1", "1e+300 and 0.9"},
@@ -181,7 +181,7 @@ TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   };
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
-  for (const Wrong& wrong : kWrong) {
+  for (const InvalidOptions& wrong : kWrong) {
     AdamWSpec spec = tiny_spec(StateFormat::fp32);
     spec.groups[1] = wrong.options;
     for (const auto& met : {error_of([&] { AdamW(spec, ledger, 1); }),
@@ -256,7 +256,7 @@ TEST(AdamW, StepsAllocateNothingNextToForkedChildren) {
     AdamW state(
         {.format = format, .shards = {{.fqn = "w", .runs = {{0, kPieces * kBucketElements}}}}},
         ledger, 2);
-    const uint64_t promised = ledger.held().total();
+    const uint64_t promised = ledger.footprint().total();
     const std::vector<float> gradient(kBucketElements, 1.0F);
     const Child first, second;
     const auto step = [&] {
@@ -311,14 +311,14 @@ TEST(AdamWPinning, PinsEachDeviceArenaOnceAtItsExactSize) {
     {
       const AdamW state(tiny_spec(format), ledger, 1, counting.pinner());
       ASSERT_EQ(counting.pinned.size(), is_split ? 2U : 1U);
-      EXPECT_EQ(counting.pinned.back().size(), ledger.held()[Purpose::grad]);
+      EXPECT_EQ(counting.pinned.back().size(), ledger.footprint()[Purpose::grad]);
       // A plane begins within the first page of its arena (bytes_before).
       const auto grad = state.plane(0, Plane::grad).data() - counting.pinned.back().data();
       EXPECT_GE(grad, 0);
       EXPECT_LT(grad, static_cast<int64_t>(kPageBytes));
       if (is_split) {
         EXPECT_EQ(counting.pinned.front().data(), state.plane(0, Plane::master).data());
-        EXPECT_LT(counting.pinned.front().size(), ledger.held()[Purpose::master]);
+        EXPECT_LT(counting.pinned.front().size(), ledger.footprint()[Purpose::master]);
       }
       EXPECT_EQ(counting.unpinned, 0);
     }
@@ -335,7 +335,7 @@ TEST(AdamWPinning, AFailedPinUndoesTheEarlierOnes) {
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::no_memory);
   EXPECT_EQ(counting.unpinned, 1);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(AdamWPinning, OverTheLockLimitIsRefusedBeforeAnyAllocation) {

@@ -16,8 +16,8 @@ namespace {
 
 // Bytes per shard in AdamW's vectors. The last line: name hash, step count and first bucket.
 constexpr uint64_t kTableBytes = sizeof(ShardSpec) + sizeof(ShardIndex) +
-                                 sizeof(std::array<ShardMap::Place, kPlanes>) + sizeof(Arriving) +
-                                 3 * sizeof(uint64_t);
+                                 sizeof(std::array<ShardMap::Place, kPlanes>) +
+                                 sizeof(GradientArrival) + 3 * sizeof(uint64_t);
 
 bool has_scales(const StateFormatRow& row, Plane plane) noexcept {
   return row.has_scales() && plane_purpose(plane) == Purpose::moments;
@@ -153,13 +153,13 @@ bool ShardIndex::is_block_edge(int64_t at) const noexcept {
 namespace {
 
 // A piece of caller-owned memory that a step writes.
-struct Written {
+struct CallerPiece {
   std::span<const std::byte> bytes;
   size_t shard = 0;
 };
 
-std::vector<Written> written_of_caller(const AdamWSpec& spec) {
-  std::vector<Written> all;
+std::vector<CallerPiece> written_of_caller(const AdamWSpec& spec) {
+  std::vector<CallerPiece> all;
   const DType master = row_of(spec.format).master;
   for (size_t s = 0; s < spec.shards.size(); ++s) {
     const ShardSpec& shard = spec.shards[s];
@@ -175,24 +175,24 @@ std::vector<Written> written_of_caller(const AdamWSpec& spec) {
 
 // Sorts the pieces by address: if any two of them overlap, so do two neighbours.
 void require_memory_apart(const AdamWSpec& spec) {
-  std::vector<Written> all = written_of_caller(spec);
+  std::vector<CallerPiece> all = written_of_caller(spec);
   const std::less<const std::byte*> before;
-  std::sort(all.begin(), all.end(), [&](const Written& a, const Written& b) {
+  std::sort(all.begin(), all.end(), [&](const CallerPiece& a, const CallerPiece& b) {
     return before(a.bytes.data(), b.bytes.data());
   });
   for (size_t i = 1; i < all.size(); ++i) {
-    const Written& last = all[i - 1];
+    const CallerPiece& last = all[i - 1];
     if (!before(all[i].bytes.data(), last.bytes.data() + last.bytes.size())) continue;
-    const auto [one, two] = std::minmax(last.shard, all[i].shard);
+    const auto [first, two] = std::minmax(last.shard, all[i].shard);
     const std::string& fqn = spec.shards[two].fqn;
-    if (one == two) {
+    if (first == two) {
       fail(Category::mismatch,
            fmt::format("master and out of parameter '{}' share memory", printable(fqn)),
            {.tensor = fqn});
     }
     fail(Category::mismatch,
          fmt::format("parameter '{}' shares memory with parameter '{}'", printable(fqn),
-                     printable(spec.shards[one].fqn)),
+                     printable(spec.shards[first].fqn)),
          {.tensor = fqn});
   }
 }

@@ -110,10 +110,10 @@ TEST(Step, AnnouncesWhatItOverwrites) {
 
 TEST(Step, IsBitEqualForAnyNumberOfShardsAndThreads) {
   for (const StateFormat format : kFormats) {
-    World one(format, 1, 1, true);
-    const StateDigest before = one.digest();
-    for (uint64_t t = 1; t <= 3; ++t) one.step(t);
-    const StateDigest expected = one.digest();
+    World reference(format, 1, 1, true);
+    const StateDigest before = reference.digest();
+    for (uint64_t t = 1; t <= 3; ++t) reference.step(t);
+    const StateDigest expected = reference.digest();
     EXPECT_NE(expected.master, before.master);
     for (const int ranks : {1, 2, 3}) {
       for (const int threads : {1, 2, 4}) {
@@ -323,23 +323,23 @@ TEST(Step, DeepSpeedsPowersBelongToEachShardsOwnCount) {
     for (size_t shard = 0; shard < state.shards(); ++shard) {
       AdamWSpec alone = spec;
       alone.shards = {spec.shards[shard]};
-      AdamW one(alone, ledger, 1);
+      AdamW optimizer(alone, ledger, 1);
       std::vector<float>& values = expected.emplace_back(spec.shards[shard].numel());
       for (const StatePlane plane :
            {StatePlane::exp_avg, StatePlane::exp_avg_sq, StatePlane::master}) {
         state.export_to(shard, plane, 0, values);
-        one.import_from(0, plane, 0, values);
+        optimizer.import_from(0, plane, 0, values);
       }
-      one.set_steps(0, state.steps(shard));
+      optimizer.set_steps(0, state.steps(shard));
       const std::vector<float> gradient = tiny_values(spec.shards[shard], t);
       if (shard == 2 && t % 2 == 0) {
         state.leave_out(shard);
         continue;
       }
       state.arrive(piece_of(shard, 0, gradient));
-      one.arrive(piece_of(0, 0, gradient));
-      one.step();
-      one.export_to(0, StatePlane::master, 0, values);
+      optimizer.arrive(piece_of(0, 0, gradient));
+      optimizer.step();
+      optimizer.export_to(0, StatePlane::master, 0, values);
     }
     state.step();
     for (size_t shard = 0; shard < state.shards(); ++shard) {

@@ -70,11 +70,11 @@ uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);
   uint64_t reduction = 0;
   for (const Phase& phase : plan.promise.phases) {
-    const uint64_t held = phase.of_rank[static_cast<size_t>(rank)].total();
-    if (held + less_bytes <= peak) continue;
+    const uint64_t rank_bytes = phase.of_rank[static_cast<size_t>(rank)].total();
+    if (rank_bytes + less_bytes <= peak) continue;
     const uint64_t staging = staging_in(plan, phase.name);
     if (staging == 0) return UINT64_MAX;
-    const uint64_t over = round_up(held + less_bytes - peak, kPageBytes);
+    const uint64_t over = round_up(rank_bytes + less_bytes - peak, kPageBytes);
     const double of_asked = static_cast<double>(asked) / static_cast<double>(staging);
     const auto bytes = static_cast<uint64_t>(std::ceil(static_cast<double>(over) * of_asked));
     reduction = std::max(reduction, round_up(bytes, kPageBytes));

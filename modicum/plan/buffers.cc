@@ -77,21 +77,21 @@ void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target,
 }
 
 void for_each_held_run(
-    const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
+    const Plan& plan, uint32_t buffer, int rank, const Chunk& chunk,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run) {
   const auto of_target = [&](uint32_t target) {
     for_each_piece(*plan.recipe, plan.layout, target, rank, [&](uint32_t, const Box& piece) {
       for_each_global_run(
-          piece, held.lo, held.hi,
+          piece, chunk.lo, chunk.hi,
           [&](int64_t global, int64_t local, int64_t count) { run(target, global, local, count); });
     });
   };
   const FlatGroup* flat = flat_of_buffer(plan, buffer);
   if (flat == nullptr) return of_target(buffer);
-  const int64_t begin = rank * flat->part + held.lo;
+  const int64_t begin = rank * flat->part + chunk.lo;
   const auto after = std::upper_bound(flat->begins.begin(), flat->begins.end(), begin);
   for (auto i = static_cast<size_t>(std::max<int64_t>(0, after - flat->begins.begin() - 1));
-       i < flat->targets.size() && flat->begins[i] < begin + held.size(); ++i) {
+       i < flat->targets.size() && flat->begins[i] < begin + chunk.size(); ++i) {
     of_target(flat->targets[i]);
   }
 }

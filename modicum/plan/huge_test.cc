@@ -268,12 +268,12 @@ TEST(HugeRecipes, APlanDoesNotIterateOverInitialisedTensors) {
   RecipeBuilder builder(manifest);
   for (const char* name : {"matrix", "nothing"}) builder.unused(name);
   const int64_t n = int64_t{1} << 14;
-  uint32_t made = builder.init(InitRule::normal, 1, {n, n, n, 12}, DType::bf16);
-  made = builder.permute({3, 2, 1, 0}, builder.reshape({n, n, n, 12}, made));
-  made = builder.permute({1, 0}, builder.reshape({12 * n, n * n}, made));
-  builder.target("made", builder.slice(0, 0, 12, made));
+  uint32_t node = builder.init(InitRule::normal, 1, {n, n, n, 12}, DType::bf16);
+  node = builder.permute({3, 2, 1, 0}, builder.reshape({n, n, n, 12}, node));
+  node = builder.permute({1, 0}, builder.reshape({12 * n, n * n}, node));
+  builder.target("made", builder.slice(0, 0, 12, node));
   builder.target("both", builder.cat(0, {builder.reshape({12, 1}, builder.stored("vector")),
-                                         builder.slice(1, 0, 1, made)}));
+                                         builder.slice(1, 0, 1, node)}));
   const Recipe recipe = builder.finish();
   for (const Strategy& strategy : strategies()) {
     const Plan plan = make_plan(manifest, recipe, fsdp2_layout(2, 1), {.strategy = &strategy});

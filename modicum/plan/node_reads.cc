@@ -17,7 +17,7 @@ struct Span {
 };
 
 // The bytes of a read that one rank needs. `needed` is the rank's range of elements.
-NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chunk& needed) {
+NodeRead::Request wanted_of(const StoredTensor& tensor, const NodeRead& read, const Chunk& needed) {
   if (needed.size() == 0) return {};
   const Extent extent = extent_of(tensor, needed.lo, needed.size());
   return {extent.begin - read.at.begin,
@@ -53,7 +53,7 @@ class TargetReads {
   // Emits the stretch that begins with span `i`. The stretch is extended while the next span begins
   // less than a page after its end. Returns the index of the first span after the stretch.
   size_t stretch_from(size_t i) {
-    const Stored& tensor = plan_.manifest->tensors[spans_[i].stored];
+    const StoredTensor& tensor = plan_.manifest->tensors[spans_[i].stored];
     const auto page = static_cast<int64_t>(kPageBytes * 8) / bits_per_element(tensor.spec.dtype);
     const size_t begin = i;
     int64_t end = spans_[i].end;
@@ -86,7 +86,7 @@ class TargetReads {
   }
 
   // Emits the read of `stretch_`.
-  void tile(const Stored& tensor, std::span<const Span> spans) {
+  void tile(const StoredTensor& tensor, std::span<const Span> spans) {
     const int64_t first = stretch_.runs.first;
     const int64_t count = stretch_.runs.length;
     std::fill(needed_.begin(), needed_.end(), Chunk{});
@@ -115,7 +115,7 @@ class TargetReads {
   Transfer stretch_;  // the next read, as one run with the dtypes of its transfers
   std::vector<Span> spans_;
   std::vector<Chunk> needed_;
-  std::vector<NodeRead::Wanted> wanted_;
+  std::vector<NodeRead::Request> wanted_;
 };
 
 }  // namespace

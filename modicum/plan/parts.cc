@@ -7,14 +7,14 @@ Promise part_of(const Promise& promise, Part part) {
   constexpr auto kStep = static_cast<ptrdiff_t>(kLoadPhases);
   const auto begin = promise.phases.begin(), step = begin + kStep, end = promise.phases.end();
   MODICUM_ASSERT(step != end);
-  Promise of = promise;
+  Promise result = promise;
   switch (part) {
-    case Part::load: of.phases.assign(begin, step); break;
-    case Part::step: of.phases.assign(step, step + 1); break;
-    case Part::save: of.phases.assign(step + 1, end); break;
-    case Part::resume: of.phases.erase(of.phases.begin() + kStep); break;
+    case Part::load: result.phases.assign(begin, step); break;
+    case Part::step: result.phases.assign(step, step + 1); break;
+    case Part::save: result.phases.assign(step + 1, end); break;
+    case Part::resume: result.phases.erase(result.phases.begin() + kStep); break;
   }
-  return of;
+  return result;
 }
 
 }  // namespace modicum

@@ -274,9 +274,9 @@ Digest digest_inputs(const Plan& plan) {
   hasher.add(o.baseline_of.size());
   for (const uint64_t bytes : o.baseline_of) hasher.add(bytes);
   hasher.add(o.after.size());
-  for (const std::optional<Footprint>& held : {o.save, o.resume}) {
-    hasher.add(held.has_value());
-    for (const uint64_t bytes : held.value_or(Footprint{}).bytes) hasher.add(bytes);
+  for (const std::optional<Footprint>& footprint : {o.save, o.resume}) {
+    hasher.add(footprint.has_value());
+    for (const uint64_t bytes : footprint.value_or(Footprint{}).bytes) hasher.add(bytes);
   }
   for (const Phase& phase : o.after) {
     hasher.add(phase.name).add(phase.of_rank.size());

@@ -43,7 +43,7 @@ const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with t
 // Where loaded elements go. cpu: to the rank's arena, one block of host memory that the load
 // allocates. copy: to a callback, which takes them from staging and copies them to a device or only
 // hashes them. given: to the caller's host memory.
-enum class Destination : uint8_t { cpu, copy, given };
+enum class Destination : uint8_t { cpu, copy, caller_memory };
 
 // Strided runs of elements from one source to one local buffer (see Runs).
 struct Transfer {
@@ -174,7 +174,7 @@ struct Staging {
 // A stored alias and the target that it names. Their elements are compared while both are read.
 struct Tie {
   uint32_t alias = 0;
-  uint32_t of = 0;  // the target
+  uint32_t target = 0;  // the target
 };
 
 // The targets that need each stored tensor, for its elements or as scales of another tensor.
@@ -182,7 +182,7 @@ struct Uses {
   std::vector<uint32_t> targets;  // tensor s is needed by those at [begins[s], begins[s + 1])
   std::vector<uint32_t> begins;   // one entry per stored tensor, and the size of `targets`
 
-  std::span<const uint32_t> of(uint32_t stored) const noexcept {
+  std::span<const uint32_t> targets_of(uint32_t stored) const noexcept {
     return std::span(targets).subspan(begins[stored], begins[stored + 1] - begins[stored]);
   }
 };
@@ -239,7 +239,7 @@ void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target,
 // target. `global` is the row-major index of a run's first element in the target, `local` its place
 // in the buffer.
 void for_each_held_run(
-    const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
+    const Plan& plan, uint32_t buffer, int rank, const Chunk& chunk,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
 // Whether `rank` is the primary replica of its elements of `target`: the lowest rank that holds
 // them.
@@ -353,7 +353,7 @@ std::vector<int> exchange_group(const Plan& plan, int rank);
 // codes therefore wants everything from its first code to the end of the scales.
 struct NodeRead {
   // The byte range of the slot that one rank needs; may be empty.
-  struct Wanted {
+  struct Request {
     uint64_t begin = 0;
     uint64_t end = 0;
 
@@ -364,9 +364,9 @@ struct NodeRead {
   uint32_t stored = 0;
   int64_t first = 0;  // the stretch is elements [first, first + count) of the stored tensor
   int64_t count = 0;
-  Extent at;                       // the bytes of the stretch
-  Extent scale;                    // the scales that dequantise it; may be empty
-  std::span<const Wanted> wanted;  // one entry per rank of the node; valid during the call only
+  Extent at;                        // the bytes of the stretch
+  Extent scale;                     // the scales that dequantise it; may be empty
+  std::span<const Request> wanted;  // one entry per rank of the node; valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
@@ -395,14 +395,14 @@ class RankWindow {
     uint64_t place = 0;  // where in the window its first byte goes
   };
   // A whole stored tensor at byte `place` of the window.
-  struct Whole {
+  struct WholeTensor {
     uint32_t stored = 0;
     uint64_t place = 0;
   };
   // A tensor from which targets take elements, and the scales that dequantise it, if any.
   struct Tensor {
-    Whole elements;
-    std::optional<Whole> scale;
+    WholeTensor elements;
+    std::optional<WholeTensor> scale;
   };
 
   uint64_t bytes() const;  // the window's size, rounded up to whole pages
@@ -449,6 +449,6 @@ struct LoadOutcome {
 
 // The bytes of elements [first, first + count) of a stored tensor. Throws UNSUPPORTED if elements
 // smaller than a byte do not begin and end on a byte boundary.
-Extent extent_of(const Stored& stored, int64_t first, int64_t count);
+Extent extent_of(const StoredTensor& stored, int64_t first, int64_t count);
 
 }  // namespace modicum

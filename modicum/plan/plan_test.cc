@@ -325,8 +325,8 @@ std::vector<ReadRow> reads_with_gap(int64_t a, int64_t gap, int64_t b) {
   recipe.target("a", recipe.stored("a"));
   recipe.target("b", recipe.stored("b"));
   recipe.unused("gap");
-  const Recipe made = recipe.finish();
-  return reads_of(make_plan(manifest, made, fsdp2_layout(1), options_of("own-shard")), 0);
+  const Recipe finished = recipe.finish();
+  return reads_of(make_plan(manifest, finished, fsdp2_layout(1), options_of("own-shard")), 0);
 }
 
 TEST(Reads, AreCoalescedThroughGapsOfASixtyFourth) {
@@ -406,9 +406,9 @@ TEST(Reads, RunsFrom2KiBAreReadSinglyAndShorterOnesTogether) {
     return reads_of(make_plan(manifest, recipe, fsdp2_layout(world, 1), options_of("own-shard")),
                     0);
   };
-  const auto own = rows_of(1024, 2);
-  ASSERT_EQ(own.size(), size_t{kRows});
-  for (const ReadRow& row : own) {
+  const auto rows = rows_of(1024, 2);
+  ASSERT_EQ(rows.size(), size_t{kRows});
+  for (const ReadRow& row : rows) {
     EXPECT_TRUE(row.direct);
     EXPECT_EQ(row.end - row.begin, 2048U);
   }
@@ -433,7 +433,7 @@ TEST(Strategy, ATypoInTheNameSuggestsTheNearest) {
   EXPECT_NE(failure->what_happened().find("'own-shard'"), std::string::npos);
 }
 
-class Planned : public testing::Test {
+class PlanTest : public testing::Test {
  protected:
   Plan plan(std::string_view strategy, int world, uint64_t staging_bytes = 8 * kMiB,
             Destination destination = Destination::cpu) const {
@@ -448,7 +448,7 @@ class Planned : public testing::Test {
   const Recipe recipe_ = identity_recipe(manifest_);
 };
 
-TEST_F(Planned, StagingIsDividedByStrategy) {
+TEST_F(PlanTest, StagingIsDividedByStrategy) {
   const auto expect = [](const Staging& s, const std::vector<uint64_t>& expected) {
     EXPECT_EQ((std::vector{s.total_bytes, s.ring_part_bytes, s.slot_bytes, s.tile_bytes,
                            static_cast<uint64_t>(s.workers)}),
@@ -478,7 +478,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
   EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, 81'920U);
 }
 
-TEST_F(Planned, WorkersSharesAndTheRingPartFitInTheStaging) {
+TEST_F(PlanTest, WorkersSharesAndTheRingPartFitInTheStaging) {
   for (const Strategy& strategy : strategies()) {
     for (const Destination destination : {Destination::cpu, Destination::copy}) {
       for (const uint64_t staging : {kMinStagingBytes, kMiB + 1, 3 * kMiB, 50 * kMiB}) {
@@ -501,7 +501,7 @@ TEST_F(Planned, WorkersSharesAndTheRingPartFitInTheStaging) {
   }
 }
 
-TEST_F(Planned, TooLittleStagingOrNoRankIsAUsageError) {
+TEST_F(PlanTest, TooLittleStagingOrNoRankIsAUsageError) {
   for (const Strategy& strategy : strategies()) {
     EXPECT_NO_THROW(plan(strategy.name, 1, kMinStagingBytes));
     const auto failure = failure_of([&] { plan(strategy.name, 1, kMinStagingBytes - 1); });
@@ -513,7 +513,7 @@ TEST_F(Planned, TooLittleStagingOrNoRankIsAUsageError) {
 
 // --- promise and budget ---
 
-TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
+TEST_F(PlanTest, ThePromiseHasTheFootprintOfEachPhase) {
   const uint64_t model = 2000000 + 64 + 60000;  // a, b and c, each on a 64-byte boundary
   for (const Strategy& strategy : strategies()) {
     const Plan planned = plan(strategy.name, 4);
@@ -548,7 +548,7 @@ TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
 }
 
 // Children may keep a second copy of inherited shards, so the promise counts the shards twice.
-TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
+TEST_F(PlanTest, ThePromiseCountsWhatForkedChildrenMayKeep) {
   PlanOptions options = options_of("own-shard");
   const Plan excluded = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
   options.fork = Fork::shared;
@@ -568,7 +568,7 @@ TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
   EXPECT_NE(shared.inputs, inherited.inputs);
 }
 
-TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
+TEST_F(PlanTest, ThePeaksCauseNamesTheLargestOwners) {
   const Plan planned = plan("own-shard", 4);
   const auto owners = refusal_of(planned.promise, {0, "flag"})->facts().owners;
   EXPECT_TRUE(std::is_sorted(owners.begin(), owners.end(),
@@ -579,7 +579,7 @@ TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
   EXPECT_EQ(peak_cause(planned.promise, 0), "staging 32.00 MiB, process 16.00 MiB");
 }
 
-TEST_F(Planned, RanksAreSpreadOverNodes) {
+TEST_F(PlanTest, RanksAreSpreadOverNodes) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
   const Plan planned = make_plan(manifest_, recipe_, fsdp2_layout(5), options);
@@ -587,7 +587,7 @@ TEST_F(Planned, RanksAreSpreadOverNodes) {
   EXPECT_GT(planned.promise.node_peak_bytes(0), planned.promise.node_peak_bytes(2));
 }
 
-TEST_F(Planned, EachRankHasItsOwnBaseline) {
+TEST_F(PlanTest, EachRankHasItsOwnBaseline) {
   PlanOptions options = options_of("own-shard");
   options.baseline_of = {5 * kMiB, 2 * kMiB};
   const Plan planned = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
@@ -597,7 +597,7 @@ TEST_F(Planned, EachRankHasItsOwnBaseline) {
 }
 
 // Catches: a refusal of a peak that equals the budget.
-TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
+TEST_F(PlanTest, APeakThatEqualsTheBudgetFits) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
   for (const Plan& planned : {plan("own-shard", 4), plan("full-per-rank", 3),
@@ -609,7 +609,7 @@ TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   }
 }
 
-TEST_F(Planned, ARefusalHasTheShortfallAndTheLargestOwners) {
+TEST_F(PlanTest, ARefusalHasTheShortfallAndTheLargestOwners) {
   const Plan planned = plan("own-shard", 4);
   const uint64_t peak = planned.promise.node_peak_bytes(0);
   const auto failure = failure_of([&] {
@@ -626,7 +626,7 @@ TEST_F(Planned, ARefusalHasTheShortfallAndTheLargestOwners) {
   EXPECT_NE(failure->what_happened().find("staging 32.00 MiB"), std::string::npos);
 }
 
-TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
+TEST_F(PlanTest, StagingShrinksAsFarAsNeededAndNoFurther) {
   for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
     const int ranks = 4;
     const Plan planned = plan(strategy, ranks);
@@ -644,14 +644,14 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   }
 }
 
-TEST_F(Planned, StagingShrinksOnlyIfNeededAndToTheLeastIfNothingFits) {
+TEST_F(PlanTest, StagingShrinksOnlyIfNeededAndToTheLeastIfNothingFits) {
   for (const Strategy& strategy : strategies()) {
     const Plan planned = plan(strategy.name, 4);
     const uint64_t peak = planned.promise.node_peak_bytes(0);
     EXPECT_EQ(shrunk_to_fit(planned, {peak, "flag"}).options.staging_bytes, 8 * kMiB);
-    const uint64_t held = planned.staging.total_bytes;
+    const uint64_t staging_bytes = planned.staging.total_bytes;
     EXPECT_EQ(shrunk_to_fit(planned, {1, "flag"}).options.staging_bytes,
-              held > 0 ? kMinDefaultStagingBytes : 8 * kMiB)
+              staging_bytes > 0 ? kMinDefaultStagingBytes : 8 * kMiB)
         << strategy.name;
   }
   const Plan planned = plan("own-shard", 4);
@@ -669,7 +669,7 @@ TEST_F(Planned, StagingShrinksOnlyIfNeededAndToTheLeastIfNothingFits) {
 
 // --- traffic and inputs ---
 
-TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
+TEST_F(PlanTest, TrafficIsTheSumOverTheRanks) {
   const uint64_t model = manifest_.data_bytes();
   for (const Strategy& strategy : strategies()) {
     for (const int world : {1, 2, 5}) {
@@ -696,7 +696,7 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
 }
 
 // Two ranks on each node.
-TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
+TEST_F(PlanTest, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   PlanOptions options = options_of("node-reader", 8 * kMiB);
   options.ranks_per_node = 2;
   const uint64_t model = manifest_.data_bytes();
@@ -714,26 +714,26 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
 }
 
 // Catches: a second node whose leader reads; a promise that merges the nodes.
-TEST_F(Planned, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
-  Manifest held = manifest_;
-  held.only_rank_0 = true;
+TEST_F(PlanTest, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
+  Manifest manifest = manifest_;
+  manifest.only_rank_0 = true;
   PlanOptions options = options_of("node-reader", 8 * kMiB);
   options.ranks_per_node = 2;
-  const Plan planned = make_plan(held, recipe_, fsdp2_layout(4), options);
+  const Plan planned = make_plan(manifest, recipe_, fsdp2_layout(4), options);
   EXPECT_EQ(planned.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1}));
   EXPECT_EQ(exchange_group(planned, 3), (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_EQ(traffic_of_rank(planned, 0).storage_read_bytes, held.data_bytes());
+  EXPECT_EQ(traffic_of_rank(planned, 0).storage_read_bytes, manifest.data_bytes());
   for (int rank = 1; rank < 4; ++rank) {
     EXPECT_FALSE(reads_storage(planned, rank));
     EXPECT_GT(traffic_of_rank(planned, rank).exchanged_bytes, 0U);
   }
   options.strategy = &strategy_named("own-shard");
-  const auto refusal = failure_of([&] { make_plan(held, recipe_, fsdp2_layout(4), options); });
+  const auto refusal = failure_of([&] { make_plan(manifest, recipe_, fsdp2_layout(4), options); });
   ASSERT_TRUE(refusal.has_value());
   EXPECT_EQ(refusal->category(), Category::usage);
 }
 
-TEST_F(Planned, ReplicasTakeTurnsReading) {
+TEST_F(PlanTest, ReplicasTakeTurnsReading) {
   const uint64_t model = manifest_.data_bytes();
   const auto striped_traffic = [&](const Layout& layout) {
     return traffic(make_plan(manifest_, recipe_, layout, options_of("replica-striped", 8 * kMiB)));
@@ -750,7 +750,7 @@ TEST_F(Planned, ReplicasTakeTurnsReading) {
   EXPECT_EQ(exchange_group(striped, 4), (std::vector<int>{1, 4}));
 }
 
-TEST_F(Planned, AChangedInputChangesTheInputsDigestACopyDoesNot) {
+TEST_F(PlanTest, AChangedInputChangesTheInputsDigestACopyDoesNot) {
   const Digest as_it_is = plan("own-shard", 4).inputs;
   EXPECT_EQ(plan("own-shard", 4).inputs, as_it_is);
   const Manifest copy = manifest_;

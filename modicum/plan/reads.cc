@@ -127,7 +127,7 @@ class Tiler {
 
   void add(const Transfer& t) {
     if (t.runs.count == 1) return add_run(t);
-    const Stored& stored = plan_.manifest->tensors[t.from];
+    const StoredTensor& stored = plan_.manifest->tensors[t.from];
     const uint64_t run_bytes = extent_of(stored, t.runs.first, t.runs.length).bytes();
     const uint64_t stride_bytes = bytes_of(stored.spec.dtype, t.runs.stride);
     // Storage reads whole pages anyway, so a gap within a page costs nothing.

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-[[noreturn]] void refuse(const Plan& plan, const Stored& codes, const Target& target) {
+[[noreturn]] void refuse(const Plan& plan, const StoredTensor& codes, const Target& target) {
   if (!codes.scale) {
     fail(Category::unsupported,
          fmt::format("FP8 codes without a scale can't become {}", torch_name(target.spec.dtype)),
@@ -34,7 +34,7 @@ void prove_scales(const Plan& plan) {
     const Target& target = plan.recipe->targets[t];
     if (!is_dequantised(*plan.recipe, target)) continue;
     for (const uint32_t stored : stored_under(*plan.recipe, target.root)) {
-      const Stored& codes = plan.manifest->tensors[stored];
+      const StoredTensor& codes = plan.manifest->tensors[stored];
       if (!codes.scale || !codes.scale->fits()) refuse(plan, codes, target);
     }
   }
@@ -53,16 +53,18 @@ bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;
 }
 
-bool is_needed(const Plan& plan, uint32_t stored) noexcept { return !plan.uses.of(stored).empty(); }
+bool is_needed(const Plan& plan, uint32_t stored) noexcept {
+  return !plan.uses.targets_of(stored).empty();
+}
 
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
-  const auto uses = plan.uses.of(stored);
+  const auto uses = plan.uses.targets_of(stored);
   return std::any_of(uses.begin(), uses.end(),
                      [&](uint32_t target) { return takes_elements(plan, target, stored); });
 }
 
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept {
-  for (const uint32_t target : plan.uses.of(stored)) {
+  for (const uint32_t target : plan.uses.targets_of(stored)) {
     if (const auto scale = scale_for(plan, target, stored)) return scale;
   }
   return std::nullopt;
@@ -70,8 +72,8 @@ std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept
 
 Extent scale_extent(const Plan& plan, const Transfer& transfer) {
   if (!transfer.dequantises()) return {};
-  const Stored& codes = plan.manifest->tensors[transfer.from];
-  const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
+  const StoredTensor& codes = plan.manifest->tensors[transfer.from];
+  const StoredTensor& scales = plan.manifest->tensors[codes.scale->tensor];
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
   const Runs& runs = transfer.runs;
   const int64_t first = runs.first;

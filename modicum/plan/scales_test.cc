@@ -63,8 +63,8 @@ Reading reading_of(const Plan& plan, int rank) {
 
 // The scale of each code is inside the read's extent of scales.
 void expect_scales_of_codes_are_read(const Plan& plan, const Read& read, const Transfer& t) {
-  const Stored& codes = plan.manifest->tensors[t.from];
-  const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
+  const StoredTensor& codes = plan.manifest->tensors[t.from];
+  const StoredTensor& scales = plan.manifest->tensors[codes.scale->tensor];
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
   for (int64_t k = 0; k < t.runs.count; ++k) {
     for (int64_t i = 0; i < t.runs.length; ++i) {
@@ -86,7 +86,7 @@ void expect_sound(const Plan& plan, int rank) {
     ASSERT_FALSE(read.direct);
     ASSERT_GT(read.scale.bytes(), 0U);
     ASSERT_LE(read.at.end - read.at.begin + read.scale.bytes(), plan.staging.tile_bytes);
-    const Stored& codes = plan.manifest->tensors[reading.transfers[i][0].from];
+    const StoredTensor& codes = plan.manifest->tensors[reading.transfers[i][0].from];
     const Extent& scales = plan.manifest->tensors[codes.scale->tensor].at;
     ASSERT_EQ(read.scale.file, scales.file);
     ASSERT_GE(read.scale.begin, scales.begin);

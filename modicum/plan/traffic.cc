@@ -36,14 +36,14 @@ struct Group {
 
 // The traffic of all ranks of a group. With replica-striped one rank makes each read and sends it
 // to the others; with own-shard each rank makes all reads.
-Traffic traffic_of_group(const Plan& plan, const Group& of) {
-  const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : of.count;
-  const Traffic one = traffic_of_reads(plan, of.first);
-  return {.storage_read_bytes = saturating_mul(one.storage_read_bytes, readers),
-          .exchanged_bytes = saturating_mul(one.storage_read_bytes, of.count - readers),
-          .reads = saturating_mul(one.reads, readers),
-          .transfers = saturating_mul(one.transfers, of.count),
-          .needed_bytes = saturating_mul(one.needed_bytes, of.count)};
+Traffic traffic_of_group(const Plan& plan, const Group& group) {
+  const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : group.count;
+  const Traffic per_rank = traffic_of_reads(plan, group.first);
+  return {.storage_read_bytes = saturating_mul(per_rank.storage_read_bytes, readers),
+          .exchanged_bytes = saturating_mul(per_rank.storage_read_bytes, group.count - readers),
+          .reads = saturating_mul(per_rank.reads, readers),
+          .transfers = saturating_mul(per_rank.transfers, group.count),
+          .needed_bytes = saturating_mul(per_rank.needed_bytes, group.count)};
 }
 
 // Everything that determines the traffic of a target that is one stored tensor. Targets of one kind
@@ -127,7 +127,7 @@ Traffic traffic_of_window(const Plan& plan, int rank) {
     sum.reads += 1;
   });
   if (reads_storage(plan, rank)) return sum;
-  const auto receive = [&](const RankWindow::Whole& whole) {
+  const auto receive = [&](const RankWindow::WholeTensor& whole) {
     sum.exchanged_bytes += plan.manifest->tensors[whole.stored].at.bytes();
   };
   window.for_each_tensor([&](const RankWindow::Tensor& tensor) {
@@ -178,7 +178,7 @@ Traffic traffic(const Plan& plan) {
                                                ? traffic_on_node(plan, units[unit].first, kinds)
                                                : std::vector{traffic_of_group(plan, units[unit])};
       const std::lock_guard lock(mutex);
-      for (const Traffic& one : counted) sum += one;
+      for (const Traffic& traffic : counted) sum += traffic;
     }
   });
   return sum;

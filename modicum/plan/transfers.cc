@@ -11,15 +11,15 @@ using Emit = FunctionRef<void(const Transfer&)>;
 
 // Selects the leaves whose transfers are emitted: all stored tensors, one of them, or the leaves
 // that need no read.
-struct Wanted {
+struct LeafSelection {
   static constexpr uint32_t kAll = UINT32_MAX;
 
-  bool made = false;
+  bool is_made = false;
   uint32_t stored = kAll;
 
   bool takes(const Node& leaf) const noexcept {
-    if (leaf.op != Op::stored) return made;
-    return !made && (stored == kAll || stored == leaf.from);
+    if (leaf.op != Op::stored) return is_made;
+    return !is_made && (stored == kAll || stored == leaf.from);
   }
 };
 
@@ -62,7 +62,8 @@ void emit_padding(uint32_t target, uint32_t buffer, const LocalBuffer& local, Em
   fn(zero);
 }
 
-void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& wanted, Emit fn) {
+void emit_target(const Plan& plan, int rank, uint32_t target, const LeafSelection& wanted,
+                 Emit fn) {
   const uint32_t root_id = plan.recipe->read_node(target);
   const Node& root = plan.recipe->nodes[root_id];
   const auto emit_piece = [&](uint32_t buffer, const Box& piece) {
@@ -74,7 +75,7 @@ void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& want
     };
     // Most targets are one stored tensor: then the piece is also a part of that tensor.
     if (root.op == Op::stored) return emit(root, piece);
-    pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
+    pull_back(*plan.recipe, root_id, piece, emit, wanted.is_made ? Leaves::all : Leaves::stored);
   };
   // A compared alias is held in the same pieces as the target that it names.
   const uint32_t holder = holder_of(plan, target);
@@ -90,7 +91,7 @@ void for_each_stored_transfer(const Plan& plan, int rank, Emit fn) {
 void for_each_made_transfer(const Plan& plan, int rank, Emit fn) {
   for (const uint32_t target : plan.order) {
     const bool is_stored = plan.recipe->nodes[plan.recipe->read_node(target)].op == Op::stored;
-    if (!is_stored) emit_target(plan, rank, target, {.made = true}, fn);
+    if (!is_stored) emit_target(plan, rank, target, {.is_made = true}, fn);
     if (!plan.recipe->is_alias(target)) {
       emit_padding(target, target, buffer_of(plan, target, rank), fn);
     }
@@ -107,14 +108,14 @@ void for_each_transfer_of(const Plan& plan, int rank, uint32_t target, Emit fn) 
 }
 
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored, Emit fn) {
-  for (const uint32_t target : plan.uses.of(stored)) {
+  for (const uint32_t target : plan.uses.targets_of(stored)) {
     if (takes_elements(plan, target, stored)) {
       emit_target(plan, rank, target, {.stored = stored}, fn);
     }
   }
 }
 
-Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
+Extent extent_of(const StoredTensor& stored, int64_t first, int64_t count) {
   const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));
   // At most eight times kMaxModelBytes, so there is no overflow.
   const uint64_t begin_bits = static_cast<uint64_t>(first) * bits;

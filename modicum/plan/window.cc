@@ -13,7 +13,7 @@ RankWindow::RankWindow(const Plan& plan, int rank)
     : plan_(plan), reads_(reads_storage(plan, rank)) {
   size_ = reads_ ? plan.strategy().of_reader : plan.strategy().of_others;
   if (size_ != Window::whole_model) return;
-  const std::vector<Stored>& tensors = plan.manifest->tensors;
+  const std::vector<StoredTensor>& tensors = plan.manifest->tensors;
   begins_.reserve(tensors.size());
   uint64_t end = 0;
   for (uint32_t s = 0; s < tensors.size(); ++s) {
@@ -24,7 +24,7 @@ RankWindow::RankWindow(const Plan& plan, int rank)
 
 uint64_t RankWindow::bytes() const {
   uint64_t end = 0;
-  const auto add = [&](const Whole& whole) {
+  const auto add = [&](const WholeTensor& whole) {
     end = std::max(end, whole.place + plan_.manifest->tensors[whole.stored].at.bytes());
   };
   for_each_read([&](const Read& read) { end = std::max(end, read.place + read.at.bytes()); });

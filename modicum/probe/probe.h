@@ -30,10 +30,13 @@ struct ProcessMemory {
   uint64_t pss_shmem = 0;
 
   // The memory attributed to this process, without the page cache.
-  uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
-  // An estimate of the highest `held` so far: `held` now plus the amount by which the RSS is below
-  // its peak (VmHWM - VmRSS). The kernel itself keeps VmHWM, so that no short peak is missed.
-  uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
+  uint64_t held_bytes() const noexcept { return pss_anon + pss_shmem + page_tables; }
+  // An estimate of the highest `held_bytes` so far: `held_bytes` now plus the amount by which the
+  // RSS is below its peak (VmHWM - VmRSS). The kernel itself keeps VmHWM, so that no short peak is
+  // missed.
+  uint64_t peak_held() const noexcept {
+    return held_bytes() + (peak_rss > rss ? peak_rss - rss : 0);
+  }
 };
 
 // The memory of process `pid`, 0 for the caller; none while another process is in its parent's

@@ -184,20 +184,20 @@ TEST(OomKillCount, SumsOverTheLevels) {
 
 // Must fail if a quota is ignored, read only at the innermost level, or rounded down to 0.
 TEST(GrantedCpus, IsTheSmallestQuotaOfTheChainOrTheAffinity) {
-  const int own = usable_cpus();
+  const int cpus = usable_cpus();
   Machine machine;
-  EXPECT_EQ(granted_cpus(machine.root()), own);
+  EXPECT_EQ(granted_cpus(machine.root()), cpus);
   machine.put("/proc/self/cgroup", "4:cpu,cpuacct:/a/b\n0::/c/d\n");
   machine.put("/proc/self/mountinfo",
               std::string(kV2Mount) +
                   "36 31 0:33 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n");
-  EXPECT_EQ(granted_cpus(machine.root()), own);
+  EXPECT_EQ(granted_cpus(machine.root()), cpus);
   machine.put("/sys/fs/cgroup/c/d/cpu.max", "max 100000\n");
   machine.put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_quota_us", "-1\n");
   machine.put("/sys/fs/cgroup/cpu/a/b/cpu.cfs_period_us", "100000\n");
-  EXPECT_EQ(granted_cpus(machine.root()), own);
+  EXPECT_EQ(granted_cpus(machine.root()), cpus);
   machine.put("/sys/fs/cgroup/c/cpu.max", "150000 100000\n");
-  EXPECT_EQ(granted_cpus(machine.root()), std::min(own, 2));
+  EXPECT_EQ(granted_cpus(machine.root()), std::min(cpus, 2));
   machine.put("/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "20000\n");
   machine.put("/sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "50000\n");
   EXPECT_EQ(granted_cpus(machine.root()), 1);
@@ -218,16 +218,16 @@ TEST(ProcessMemory, IsReadFromStatusAndRollup) {
   EXPECT_EQ(memory.rss_anon, 300 * kKiB);
   EXPECT_EQ(memory.rss_shmem, 10 * kKiB);
   EXPECT_EQ(memory.peak_rss, 500 * kKiB);
-  EXPECT_EQ(memory.held(), (150 + 5 + 8) * kKiB);
+  EXPECT_EQ(memory.held_bytes(), (150 + 5 + 8) * kKiB);
   EXPECT_EQ(memory.peak_held(), (150 + 5 + 8 + 100) * kKiB);
 }
 
 TEST(ProcessMemory, WithoutPssSharedPagesCountInFull) {
   Machine machine;
   machine.put("/proc/self/status", kStatus);
-  EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
+  EXPECT_EQ(read_process_memory(0, machine.root()).held_bytes(), (300 + 10 + 8) * kKiB);
   machine.put("/proc/self/smaps_rollup", "Rss:   400 kB\nPss:   200 kB\n");
-  EXPECT_EQ(read_process_memory(0, machine.root()).held(), (300 + 10 + 8) * kKiB);
+  EXPECT_EQ(read_process_memory(0, machine.root()).held_bytes(), (300 + 10 + 8) * kKiB);
 }
 
 TEST(ProcessMemory, AMissingOrEndedProcessIsAnIoError) {
@@ -319,10 +319,10 @@ TEST(ThisMachine, SeesMemoryAndItsPeak) {
   munmap(block, kSize);
   const ProcessMemory after = read_process_memory();
   const auto margin = static_cast<double>(kMiB);
-  EXPECT_NEAR(static_cast<double>(during.held() - before.held()), kSize, margin);
+  EXPECT_NEAR(static_cast<double>(during.held_bytes() - before.held_bytes()), kSize, margin);
   EXPECT_NEAR(static_cast<double>(during.rss_anon - before.rss_anon), kSize, margin);
-  EXPECT_LT(after.held(), before.held() + kMiB);
-  EXPECT_NEAR(static_cast<double>(after.peak_held() - before.held()), kSize, margin);
+  EXPECT_LT(after.held_bytes(), before.held_bytes() + kMiB);
+  EXPECT_NEAR(static_cast<double>(after.peak_held() - before.held_bytes()), kSize, margin);
 }
 
 TEST(ThisMachine, CountsSharedPagesProportionally) {

@@ -72,11 +72,12 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
     }
     program.exposed_bytes += tree.rest.shared_bytes;
     program.copied_bytes += tree.rest.copied_bytes;
-    for (const TreeMemory::Process& one : tree.processes) {
+    for (const TreeMemory::Process& tree_process : tree.processes) {
       const auto child =
           std::find_if(program.children.begin(), program.children.end(),
-                       [&](const ChildProcess& each) { return each.pid == one.pid; });
-      if (one.is_forked && child != program.children.end()) child->shared_bytes = one.shared_bytes;
+                       [&](const ChildProcess& each) { return each.pid == tree_process.pid; });
+      if (tree_process.is_forked && child != program.children.end())
+        child->shared_bytes = tree_process.shared_bytes;
     }
   }
 }
@@ -165,9 +166,10 @@ std::string allocator_in(const std::vector<Mapping>& mappings) {
 // ---- environment
 
 std::string variable_in(std::string_view environ, std::string_view name) {
-  for (const std::string_view one : split_kernel_text(environ, '\0')) {
-    if (one.size() > name.size() && one.starts_with(name) && one[name.size()] == '=') {
-      return std::string(one.substr(name.size() + 1));
+  for (const std::string_view variable : split_kernel_text(environ, '\0')) {
+    if (variable.size() > name.size() && variable.starts_with(name) &&
+        variable[name.size()] == '=') {
+      return std::string(variable.substr(name.size() + 1));
     }
   }
   return {};
@@ -177,8 +179,8 @@ std::optional<uint64_t> arena_max_in(std::string_view environ) {
   if (const auto max = parse_kernel_number(variable_in(environ, "MALLOC_ARENA_MAX"))) return max;
   constexpr std::string_view kTunable = "glibc.malloc.arena_max=";
   const std::string tunables = variable_in(environ, "GLIBC_TUNABLES");
-  for (const std::string_view one : split_kernel_text(tunables, ':')) {
-    if (one.starts_with(kTunable)) return parse_kernel_number(one.substr(kTunable.size()));
+  for (const std::string_view tunable : split_kernel_text(tunables, ':')) {
+    if (tunable.starts_with(kTunable)) return parse_kernel_number(tunable.substr(kTunable.size()));
   }
   return std::nullopt;
 }

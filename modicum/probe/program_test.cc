@@ -27,7 +27,7 @@ constexpr std::string_view kForkServer =
 constexpr std::string_view kSpawned =
     "python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)\0"sv;
 
-struct Shown {
+struct FakeProcess {
   int pid = 0;
   int parent = 1;
   std::string_view auxv = "of the trainer";
@@ -38,7 +38,7 @@ struct Shown {
   std::string_view status;
 };
 
-void put(Machine& machine, const Shown& process) {
+void put(Machine& machine, const FakeProcess& process) {
   const std::string directory = "/proc/" + std::to_string(process.pid);
   machine.put(directory + "/stat", std::to_string(process.pid) + " (python) S " +
                                        std::to_string(process.parent) + " 1 1 0\n");

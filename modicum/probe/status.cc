@@ -45,9 +45,11 @@ std::optional<uint64_t> stat_number(const std::optional<std::string>& text, size
 
 // The value of a variable in a list "NAME=value\0NAME=value\0", if it is a number.
 std::optional<int> number_of(std::string_view variables, std::string_view name) {
-  for (const std::string_view one : split_kernel_text(variables, '\0')) {
-    if (!one.starts_with(name) || one.size() <= name.size() || one[name.size()] != '=') continue;
-    const auto number = parse_kernel_number(one.substr(name.size() + 1));
+  for (const std::string_view variable : split_kernel_text(variables, '\0')) {
+    if (!variable.starts_with(name) || variable.size() <= name.size() ||
+        variable[name.size()] != '=')
+      continue;
+    const auto number = parse_kernel_number(variable.substr(name.size() + 1));
     return number && *number <= INT32_MAX ? std::optional(static_cast<int>(*number)) : std::nullopt;
   }
   return std::nullopt;
@@ -77,10 +79,10 @@ std::string living_status(int pid, std::string status, const std::string& root) 
   return status;
 }
 
-bool has_equal_memory(const ProcessStatus& one, const ProcessStatus& other) noexcept {
-  return one.rss_anon == other.rss_anon && one.rss_shmem == other.rss_shmem &&
-         one.rss_file == other.rss_file && one.peak_rss == other.peak_rss &&
-         one.page_tables == other.page_tables && one.locked == other.locked;
+bool has_equal_memory(const ProcessStatus& status, const ProcessStatus& other) noexcept {
+  return status.rss_anon == other.rss_anon && status.rss_shmem == other.rss_shmem &&
+         status.rss_file == other.rss_file && status.peak_rss == other.peak_rss &&
+         status.page_tables == other.page_tables && status.locked == other.locked;
 }
 
 }  // namespace
@@ -103,15 +105,15 @@ std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
 bool is_in_parents_memory(int pid, const std::string& root) {
   constexpr int kAttempts = 3;  // another thread of the parent may allocate between two readings
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const auto own = read_status(pid, root);
-    if (!own || !own->is_alive || own->parent == 0) return false;
+    const auto status = read_status(pid, root);
+    if (!status || !status->is_alive || status->parent == 0) return false;
     if (root.empty()) {
-      const long order = syscall(SYS_kcmp, pid, own->parent, KCMP_VM, 0, 0);
+      const long order = syscall(SYS_kcmp, pid, status->parent, KCMP_VM, 0, 0);
       if (order >= 0) return order == 0;
     }
-    const auto of_parent = read_status(own->parent, root);
+    const auto of_parent = read_status(status->parent, root);
     if (!of_parent) return false;
-    if (has_equal_memory(*own, *of_parent)) return true;
+    if (has_equal_memory(*status, *of_parent)) return true;
   }
   return false;
 }

@@ -210,11 +210,11 @@ TEST(ThisMachine, AChildIsInItsParentsMemoryUntilItsExec) {
     EXPECT_TRUE(is_in_parents_memory(shared, root));
     EXPECT_FALSE(is_in_parents_memory(forked, root));
   }
-  EXPECT_EQ(read_process_memory(shared).held(), 0U);
-  EXPECT_GT(read_process_memory(forked).held(), 0U);
+  EXPECT_EQ(read_process_memory(shared).held_bytes(), 0U);
+  EXPECT_GT(read_process_memory(forked).held_bytes(), 0U);
   for (const TreeMemory::Process& process : read_tree(0, {}).processes) {
     EXPECT_EQ(process.is_forked, process.pid == forked);
-    EXPECT_EQ(process.memory.held() == 0, process.pid == shared);
+    EXPECT_EQ(process.memory.held_bytes() == 0, process.pid == shared);
   }
   for (const ForkCopies& copies : read_fork_copies(0)) EXPECT_EQ(copies.pid, forked);
   for (const int pid : {shared, forked}) {

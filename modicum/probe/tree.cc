@@ -102,8 +102,8 @@ std::vector<AddressRange> mapped_of(int pid, const std::string& root) {
 }
 
 bool covers(const std::vector<AddressRange>& mapped, const AddressRange& range) {
-  return std::any_of(mapped.begin(), mapped.end(), [&](const AddressRange& one) {
-    return one.begin <= range.begin && range.end <= one.end;
+  return std::any_of(mapped.begin(), mapped.end(), [&](const AddressRange& mapping) {
+    return mapping.begin <= range.begin && range.end <= mapping.end;
   });
 }
 
@@ -134,8 +134,8 @@ class Pages {
 };
 
 // Counts of the different pages that the processes map at one address (see RangeMemory).
-struct Distinct {
-  uint64_t own = 0;
+struct DistinctPages {
+  uint64_t own_pages = 0;
   uint64_t copied = 0;
   uint64_t shared = 0;  // part of own
 };
@@ -146,11 +146,11 @@ bool is_private_memory(uint64_t entry) noexcept {
 
 // Whether two processes map one private page, so that a write by either copies it. Without access
 // to frame numbers, which are then 0, two pages count as one if both are shared with some process.
-bool is_same_page(uint64_t one, uint64_t other) {
+bool is_same_page(uint64_t first, uint64_t other) {
   const auto is_shared = [](uint64_t entry) {
     return is_private_memory(entry) && (entry & kExclusive) == 0;
   };
-  return is_shared(one) && is_shared(other) && ((one ^ other) & kFrame) == 0;
+  return is_shared(first) && is_shared(other) && ((first ^ other) & kFrame) == 0;
 }
 
 // The pages at one address that are not exclusive to a process, by frame.
@@ -184,19 +184,19 @@ class SharedPages {
 // process, the first process's first. Without access to frame numbers, all shared mappings count as
 // one page. A page that is not exclusive, though only one of the processes maps it, is not counted:
 // it is the zero page, or is shared with a process outside of the tree.
-Distinct distinct(std::span<const uint64_t> entries) {
+DistinctPages distinct(std::span<const uint64_t> entries) {
   SharedPages shared;
-  Distinct pages;
+  DistinctPages pages;
   for (size_t i = 0; i < entries.size(); ++i) {
     if (!is_private_memory(entries[i])) continue;
     if ((entries[i] & kExclusive) != 0) {
-      ++(i == 0 ? pages.own : pages.copied);
+      ++(i == 0 ? pages.own_pages : pages.copied);
     } else {
       shared.add(entries[i], i == 0);
     }
   }
   for (const SharedPages::Row& row : shared.rows()) {
-    if (row.shown_by > 1) ++(row.by_first ? pages.own : pages.copied);
+    if (row.shown_by > 1) ++(row.by_first ? pages.own_pages : pages.copied);
   }
   return pages;
 }
@@ -235,7 +235,7 @@ class Account {
     }
   }
 
-  void add(uint64_t address, const Distinct& pages) {
+  void add(uint64_t address, const DistinctPages& pages) {
     while (next_ < asked_.size() && asked_[next_].end <= address) ++next_;
     const uint64_t end = address + kPageBytes;
     uint64_t left = kPageBytes;
@@ -251,8 +251,8 @@ class Account {
   RangeMemory rest() const { return rest_; }
 
  private:
-  static void put(RangeMemory& to, const Distinct& pages, uint64_t bytes) {
-    to.own_bytes += pages.own * bytes;
+  static void put(RangeMemory& to, const DistinctPages& pages, uint64_t bytes) {
+    to.own_bytes += pages.own_pages * bytes;
     to.copied_bytes += pages.copied * bytes;
     to.shared_bytes += pages.shared * bytes;
   }
@@ -301,15 +301,15 @@ std::vector<int> descendants(int pid, const std::string& root) {
   for (const std::string& name : PosixFileSystem().list(root + "/proc")) {
     const auto number = parse_kernel_number(name);
     if (!number) continue;
-    const int one = static_cast<int>(*number);
+    const int child = static_cast<int>(*number);
     parents.emplace_back(
-        one, parent_of(read_kernel_text(directory_of(one, root) + "/stat").value_or("")));
+        child, parent_of(read_kernel_text(directory_of(child, root) + "/stat").value_or("")));
   }
   std::vector<int> found = {pid == 0 ? static_cast<int>(::getpid()) : pid};
   for (size_t i = 0; i < found.size(); ++i) {
-    for (const auto& [one, parent] : parents) {
-      const bool is_new = std::find(found.begin(), found.end(), one) == found.end();
-      if (parent == found[i] && is_new) found.push_back(one);
+    for (const auto& [child, parent] : parents) {
+      const bool is_new = std::find(found.begin(), found.end(), child) == found.end();
+      if (parent == found[i] && is_new) found.push_back(child);
     }
   }
   found.erase(found.begin());
@@ -342,7 +342,7 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
   }
   for (const Area& area : areas_of(first, root)) {
     for_each_page(area, pages, [&](uint64_t address, std::span<const uint64_t> entries) {
-      Distinct found = distinct(entries);
+      DistinctPages found = distinct(entries);
       for (size_t i = 1; i < entries.size(); ++i) {
         if (!is_same_page(entries[0], entries[i])) continue;
         tree.processes[process_of[i]].shared_bytes += kPageBytes;
@@ -359,22 +359,22 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
 namespace {
 
 // A process of a tree and its parent, if it was forked.
-struct Forked {
+struct ForkedProcess {
   int pid = 0;
   std::optional<size_t> from;  // index of its parent; none: the root, or it has run exec since
   std::vector<Area> areas;
 };
 
 // The processes of the tree, each after its parent.
-std::vector<Forked> forks_of(int pid, const std::string& root) {
-  std::vector<Forked> found;
+std::vector<ForkedProcess> forks_of(int pid, const std::string& root) {
+  std::vector<ForkedProcess> found;
   std::vector<std::string> auxvs;
   std::vector<int> pids = {pid == 0 ? static_cast<int>(::getpid()) : pid};
   const std::vector<int> below = descendants(pid, root);
   pids.insert(pids.end(), below.begin(), below.end());
   std::vector<int> parents;
-  for (const int one : pids) {
-    const std::string directory = directory_of(one, root);
+  for (const int candidate : pids) {
+    const std::string directory = directory_of(candidate, root);
     parents.push_back(parent_of(read_kernel_text(directory + "/stat").value_or("")));
     auxvs.push_back(read_kernel_text(directory + "/auxv").value_or(""));
   }
@@ -386,14 +386,14 @@ std::vector<Forked> forks_of(int pid, const std::string& root) {
     }
   }
   for (const size_t i : order) {
-    Forked one{.pid = pids[i]};
+    ForkedProcess process{.pid = pids[i]};
     for (size_t k = 0; k < found.size(); ++k) {
       const auto at = std::find(pids.begin(), pids.end(), found[k].pid) - pids.begin();
       const bool is_parent = i != 0 && found[k].pid == parents[i];
       if (!is_parent || auxvs[i].empty() || auxvs[i] != auxvs[static_cast<size_t>(at)]) continue;
-      if (!is_in_parents_memory(pids[i], root)) one.from = k;
+      if (!is_in_parents_memory(pids[i], root)) process.from = k;
     }
-    found.push_back(std::move(one));
+    found.push_back(std::move(process));
   }
   return found;
 }
@@ -417,7 +417,7 @@ std::vector<Area> without(const std::vector<Area>& areas, const std::vector<Area
 }
 
 // Adds to `bytes` the copies of pages of process `parent` that its forked descendants hold.
-void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64_t>& bytes,
+void add_copies_of(std::vector<ForkedProcess>& forks, size_t parent, std::vector<uint64_t>& bytes,
                    const std::string& root) {
   std::vector<size_t> members = {parent};
   for (size_t i = parent + 1; i < forks.size(); ++i) {
@@ -429,15 +429,15 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
   if (members.size() < 2) return;
   const std::vector<Area> areas = areas_of(forks[parent].pid, root);
   // Copies in an ancestor's areas are counted by the call for that ancestor.
-  std::vector<Area> own = areas;
+  std::vector<Area> unshared = areas;
   forks[parent].areas = areas;
   for (auto from = forks[parent].from; from; from = forks[*from].from) {
-    own = without(own, forks[*from].areas);
+    unshared = without(unshared, forks[*from].areas);
   }
   std::vector<Pages> pages;
   for (const size_t member : members) pages.emplace_back(forks[member].pid, root);
   std::vector<uint64_t> of_member(members.size());
-  for (const Area& area : own) {
+  for (const Area& area : unshared) {
     for_each_page(area, pages, [&](uint64_t, std::span<const uint64_t> entries) {
       add_copies(entries, of_member);
     });
@@ -448,7 +448,7 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
 }  // namespace
 
 std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root) {
-  std::vector<Forked> forks = forks_of(pid, root);
+  std::vector<ForkedProcess> forks = forks_of(pid, root);
   std::vector<uint64_t> bytes(forks.size());
   for (size_t i = 0; i < forks.size(); ++i) {
     try {

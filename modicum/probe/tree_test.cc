@@ -27,7 +27,7 @@ constexpr std::string_view kSmaps =
     "00020000-00030000 rw-s 00000000 00:01 7    /dev/shm/x\nRss:   64 kB\nVmFlags: rd wr sh \n";
 constexpr std::string_view kMaps = "00010000-00020000 rw-p 00000000 00:00 0   [heap]\n";
 
-struct Shown {
+struct FakeProcess {
   int pid = 0;
   int parent = 0;
   std::map<uint64_t, uint64_t> entries;  // of /proc/PID/pagemap, by page number
@@ -36,7 +36,7 @@ struct Shown {
   std::string_view auxv = kAuxv;
 };
 
-void put(Machine& machine, const Shown& process) {
+void put(Machine& machine, const FakeProcess& process) {
   const std::string directory = "/proc/" + std::to_string(process.pid);
   machine.put(directory + "/stat", std::to_string(process.pid) + " (a ) 7 (b) S " +
                                        std::to_string(process.parent) + " 1 1 0\n");
@@ -86,7 +86,7 @@ TEST(Tree, PagesOfOneProcessAreCountedAsItsOwn) {
   const TreeMemory tree = read_tree(100, ranges, machine.root());
   EXPECT_EQ(text_of(tree), "1.00+0.00 0.00+0.00 1.00+0.00 ");
   ASSERT_EQ(tree.processes.size(), 1U);
-  EXPECT_EQ(tree.processes[0].memory.held(), 12 * kKiB);
+  EXPECT_EQ(tree.processes[0].memory.held_bytes(), 12 * kKiB);
 }
 
 // Two children share page 16, which the parent has written to since the forks. Must fail if their
@@ -194,9 +194,9 @@ TEST(Tree, OverlappingRangesAndMissingProcessesAreErrors) {
 // "PID<PARENT:pages " of each forked process.
 std::string text_of(const std::vector<ForkCopies>& copies) {
   std::string text;
-  for (const ForkCopies& one : copies) {
-    text += std::to_string(one.pid) + "<" + std::to_string(one.forked_from) + ":" +
-            std::to_string(static_cast<double>(one.bytes) / kPageBytes).substr(0, 4) + " ";
+  for (const ForkCopies& copy : copies) {
+    text += std::to_string(copy.pid) + "<" + std::to_string(copy.forked_from) + ":" +
+            std::to_string(static_cast<double>(copy.bytes) / kPageBytes).substr(0, 4) + " ";
   }
   return text;
 }
@@ -281,17 +281,17 @@ RangeMemory held_by_block(bool left_out) {
   auto* const data = static_cast<std::byte*>(block);
   write_to(data, kSize);
   if (left_out) madvise(block, kSize, MADV_DONTFORK);
-  RangeMemory held;
+  RangeMemory memory;
   {
-    const Child one;
+    const Child child;
     const Child other;
     write_to(data, kSize / 2);
     const auto begin = reinterpret_cast<uint64_t>(data);
     const std::array<AddressRange, 1> ranges = {AddressRange{begin, begin + kSize}};
-    held = read_tree(0, ranges).ranges[0];
+    memory = read_tree(0, ranges).ranges[0];
   }
   munmap(block, kSize);
-  return held;
+  return memory;
 }
 
 TEST(ThisMachine, ShowsTheMemoryThatAForkCosts) {

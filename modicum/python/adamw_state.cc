@@ -57,14 +57,15 @@ DType dtype_of(const AnyArray& array, const std::string& fqn) {
   fail(Category::unsupported, "an array must be float32, bfloat16 or float16", {.tensor = fqn});
 }
 
-Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
-                const std::string& format, uint64_t seed) {
+ShardsFromPython written(const std::vector<WrittenShard>& shards,
+                         const std::vector<AdamOptions>& groups, const std::string& format,
+                         uint64_t seed) {
   const StateFormatRow& row = row_named("state format", format, all_state_formats());
-  Written all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
-  const auto take = [&all](const nb::object& given, const ShardSpec& shard,
+  ShardsFromPython all{.spec = {.format = row.format, .groups = groups, .seed = seed}};
+  const auto take = [&all](const nb::object& object, const ShardSpec& shard,
                            DType* dtype) -> std::byte* {
-    if (given.is_none()) return nullptr;
-    const AnyArray array = writable(given, shard.fqn);
+    if (object.is_none()) return nullptr;
+    const AnyArray array = writable(object, shard.fqn);
     require_numel(array, shard.numel(), shard.fqn);
     *dtype = dtype_of(array, shard.fqn);
     all.arrays.push_back(array);
@@ -96,13 +97,14 @@ Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
   if (pin.is_none()) return pinner;
   const auto calling = [](nb::object function) {
     // The State may copy and destroy the function on threads that do not hold the GIL.
-    const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
+    const std::shared_ptr<nb::object> callback(new nb::object(std::move(function)),
+                                               [](nb::object* o) {
+                                                 const nb::gil_scoped_acquire acquired;
+                                                 delete o;
+                                               });
+    return [callback](std::span<std::byte> arena) {
       const nb::gil_scoped_acquire acquired;
-      delete o;
-    });
-    return [held](std::span<std::byte> arena) {
-      const nb::gil_scoped_acquire acquired;
-      (*held)(reinterpret_cast<uintptr_t>(arena.data()), arena.size());
+      (*callback)(reinterpret_cast<uintptr_t>(arena.data()), arena.size());
     };
   };
   pinner.pin = calling(pin);
@@ -124,12 +126,13 @@ Footprint footprint_of(const AdamWSpec& spec, int slots, int threads) {
   return footprint;
 }
 
-State::State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins)
-    : ledger(std::move(of)),
-      arrays(std::move(made.arrays)),
-      footprint(with_room_in(*ledger, footprint_of(made.spec, slots, count))),
+State::State(ShardsFromPython converted, std::shared_ptr<Ledger> shared_ledger, int slots,
+             int count, const Pinner& pins)
+    : ledger(std::move(shared_ledger)),
+      arrays(std::move(converted.arrays)),
+      footprint(with_room_in(*ledger, footprint_of(converted.spec, slots, count))),
       threads(count),
-      adamw(std::move(made.spec), *ledger, count, but_for(staging_bytes(slots, count), pins),
+      adamw(std::move(converted.spec), *ledger, count, but_for(staging_bytes(slots, count), pins),
             for_signals()),
       pinner(pins),
       staging(ledger->charge(Purpose::staging, staging_bytes(slots, count))) {
@@ -162,24 +165,24 @@ AdamW& State::here() {
 }
 
 template <typename Call>
-void Sending::call(Call&& of) noexcept {
+void PythonOutlet::call(Call&& function) noexcept {
   const nb::gil_scoped_acquire acquired;
   if (error_) return;
   try {
-    of();
+    function();
   } catch (...) {
     error_ = std::current_exception();
   }
 }
 
-Sending::Sending(State& state, const nb::object& send, const nb::object& wait,
-                 const std::string& dtype) {
-  const std::optional<DType> of = dtype_from_torch_name(dtype);
-  if (of != DType::bf16 && of != DType::f16) {
+PythonOutlet::PythonOutlet(State& state, const nb::object& send, const nb::object& wait,
+                           const std::string& dtype) {
+  const std::optional<DType> outlet_dtype = dtype_from_torch_name(dtype);
+  if (outlet_dtype != DType::bf16 && outlet_dtype != DType::f16) {
     fail(Category::unsupported, "new parameters must be bfloat16 or float16",
          {.got = printable(dtype)});
   }
-  outlet_.dtype = *of;
+  outlet_.dtype = *outlet_dtype;
   outlet_.ring = state.staging.bytes();
   outlet_.send = [this, &send](const ReadyChunk& chunk) {
     call([&] { send(chunk.shard, chunk.at, chunk.n, chunk.slot); });
@@ -188,7 +191,7 @@ Sending::Sending(State& state, const nb::object& send, const nb::object& wait,
   outlet_.wait = [this, &wait](int slot) { call([&] { wait(slot); }); };
 }
 
-void Sending::require_sent() const {
+void PythonOutlet::require_sent() const {
   if (error_) std::rethrow_exception(error_);
 }
 

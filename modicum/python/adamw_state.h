@@ -23,7 +23,7 @@ using WrittenShard =
     std::tuple<std::string, std::vector<int64_t>, WrittenRuns, int, nb::object, nb::object>;
 
 // The shards, and the arrays that own the memory of masters and outputs.
-struct Written {
+struct ShardsFromPython {
   AdamWSpec spec;
   std::vector<AnyArray> arrays;
 };
@@ -32,8 +32,9 @@ struct Written {
 // `out` name the parameter: USAGE unless it is a writable contiguous host array; MISMATCH if its
 // size is not the shard's, or the master's dtype not the format's; UNSUPPORTED for dtypes other
 // than float32, bfloat16 and float16, and for a float32 `out`.
-Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
-                const std::string& format, uint64_t seed);
+ShardsFromPython written(const std::vector<WrittenShard>& shards,
+                         const std::vector<AdamOptions>& groups, const std::string& format,
+                         uint64_t seed);
 
 // Throws UNSUPPORTED unless the array is float32, bfloat16 or float16.
 DType dtype_of(const AnyArray& array, const std::string& fqn);
@@ -58,7 +59,8 @@ struct State {
 
   // `count`: threads. Throws the errors of AdamW's constructor. Runs Python's signal handlers on
   // the calling thread, and throws the exception that one raises.
-  State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins);
+  State(ShardsFromPython converted, std::shared_ptr<Ledger> shared_ledger, int slots, int count,
+        const Pinner& pins);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -73,18 +75,19 @@ struct State {
 // An Outlet that calls the Python functions `send` and `wait`, which must outlive it, on the
 // threads of a step, with the GIL. After the first call that raises, it keeps the error and makes
 // no more calls.
-class Sending {
+class PythonOutlet {
  public:
-  Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);
-  Sending(const Sending&) = delete;
-  Sending& operator=(const Sending&) = delete;
+  PythonOutlet(State& state, const nb::object& send, const nb::object& wait,
+               const std::string& dtype);
+  PythonOutlet(const PythonOutlet&) = delete;
+  PythonOutlet& operator=(const PythonOutlet&) = delete;
 
   const Outlet& outlet() const noexcept { return outlet_; }
   void require_sent() const;  // throws the first error
 
  private:
   template <typename Call>
-  void call(Call&& of) noexcept;
+  void call(Call&& function) noexcept;
 
   Outlet outlet_;
   std::exception_ptr error_;  // guarded by the GIL

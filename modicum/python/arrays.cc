@@ -46,8 +46,8 @@ Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
   Footprint footprint;
   std::map<std::string, uint64_t> unknown = bytes;
   for (size_t i = 0; i < footprint.bytes.size(); ++i) {
-    const auto of = unknown.extract(std::string(purpose_name(static_cast<Purpose>(i))));
-    if (!of.empty()) footprint.bytes[i] = of.mapped();
+    const auto node = unknown.extract(std::string(purpose_name(static_cast<Purpose>(i))));
+    if (!node.empty()) footprint.bytes[i] = node.mapped();
   }
   if (unknown.empty()) return footprint;
   fail(Category::usage, "a purpose of memory is unknown",

@@ -28,11 +28,12 @@ AnyArray writable(nb::handle array, const std::string& fqn);
 // Throws USAGE unless `index`, for which the caller gives memory, is below the number of targets.
 void require_target(size_t index, size_t targets);
 
-// `bytes` as a Python array. It owns `held`, which is destroyed with the array's last view.
-template <typename Held>
-nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
-  const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });
-  held.release();
+// `bytes` as a Python array. It owns `resource`, which is destroyed with the array's last view.
+template <typename Resource>
+nb::object array_of(std::unique_ptr<Resource> resource, std::span<std::byte> bytes) {
+  const nb::capsule owner(resource.get(),
+                          [](void* p) noexcept { delete static_cast<Resource*>(p); });
+  resource.release();
   return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
 }
 

@@ -33,14 +33,14 @@ std::string text_of(const Size& size) {
 
 uint64_t bytes_of(const Size& size) { return parse_size(text_of(size)); }
 
-std::string text_of_compared(const Compared& compared) {
+std::string text_of_compared(const ComparedChunks& compared) {
   if (!compared.has_record()) return "";
   std::string text;
   for (const std::byte byte : compared.bytes()) text += fmt::format("{:02x}", byte);
   return text;
 }
 
-void merge_compared(const std::string& text, Compared& all) {
+void merge_compared(const std::string& text, ComparedChunks& all) {
   if (text.empty()) return;
   std::vector<std::byte> bytes;
   for (size_t i = 0; i + 1 < text.size(); i += 2) {
@@ -73,12 +73,12 @@ namespace {
 using Path = std::filesystem::path;
 
 // The text of a flag; "" for None. Throws USAGE for an empty text, which would count as None.
-std::string text_of(std::string_view name, const OptionalText& given) {
-  if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
-  return given.value_or("");
+std::string text_of(std::string_view name, const OptionalText& value) {
+  if (value && value->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
+  return value.value_or("");
 }
-std::string text_of(std::string_view name, const std::optional<Size>& given) {
-  return given ? text_of(name, std::optional(python::text_of(*given))) : "";
+std::string text_of(std::string_view name, const std::optional<Size>& value) {
+  return value ? text_of(name, std::optional(python::text_of(*value))) : "";
 }
 
 nb::dict inspect(const Path& path) {

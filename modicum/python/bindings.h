@@ -89,14 +89,14 @@ struct OpenCheckpoint {
   Checkpoint checkpoint;
 };
 struct MadeRecipe {
-  std::shared_ptr<const OpenCheckpoint> of;
+  std::shared_ptr<const OpenCheckpoint> source;
   Recipe recipe;
 };
 struct MadePlan {
   std::shared_ptr<MadeRecipe> recipe;
   Plan plan;
 
-  const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
+  const Checkpoint& checkpoint() const noexcept { return recipe->source->checkpoint; }
 };
 
 // The report of this process to the `modicum watch` that runs it. A forked child has another one.
@@ -105,9 +105,9 @@ const Reporter& reporter_here();
 
 void define_files(nb::module_& module);
 // What a rank has compared of a step, as text; "" without a record.
-std::string text_of_compared(const Compared& compared);
+std::string text_of_compared(const ComparedChunks& compared);
 // Adds the text of another rank. Throws INTEGRITY if it is not such a text.
-void merge_compared(const std::string& text, Compared& all);
+void merge_compared(const std::string& text, ComparedChunks& all);
 
 void define_source(nb::module_& module);
 void define_values(nb::module_& module);

@@ -24,9 +24,9 @@ nb::dict described(const FoundStep& found) {
                  "has_state"_a = !found.record.state.empty());
 }
 
-using Skipped = std::vector<std::pair<int64_t, std::string>>;
+using SkippedSteps = std::vector<std::pair<int64_t, std::string>>;
 
-nb::dict newest(const std::string& root, const Skipped& already) {
+nb::dict newest(const std::string& root, const SkippedSteps& already) {
   PosixFileSystem files;
   std::vector<SkippedStep> skipped;
   for (const auto& [step, reason] : already) skipped.push_back({step, reason});
@@ -95,7 +95,7 @@ nb::dict checked(const std::string& path) {
 
 void define_found_steps(nb::module_& module) {
   module.def(
-      "newest_step", newest, "root"_a, "skipped"_a = Skipped(),
+      "newest_step", newest, "root"_a, "skipped"_a = SkippedSteps(),
       "The newest step whose headers and other files have the recorded digests, older than those "
       "in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, "
       "with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) "

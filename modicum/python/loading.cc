@@ -39,8 +39,8 @@ struct Arena {
   bool whole = false;
   nb::object kept;  // released before the memory is freed
 
-  Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
-      : ledger(std::move(of)), buffer(std::move(taken)), whole(as_one) {}
+  Arena(std::shared_ptr<Ledger> owner, Buffer taken, bool as_one = false)
+      : ledger(std::move(owner)), buffer(std::move(taken)), whole(as_one) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena() {
@@ -57,7 +57,8 @@ struct Part {
   std::span<std::byte> bytes;
   Charge charge;
 
-  Part(std::shared_ptr<Arena> of, std::span<std::byte> part) : arena(std::move(of)), bytes(part) {
+  Part(std::shared_ptr<Arena> owner, std::span<std::byte> part)
+      : arena(std::move(owner)), bytes(part) {
     if (!arena->whole) charge = arena->buffer.split(part.size());
   }
   Part(const Part&) = delete;
@@ -68,7 +69,7 @@ struct Part {
 };
 
 // The result of load().
-struct Loaded {
+struct LoadResult {
   std::shared_ptr<MadePlan> plan;
   std::shared_ptr<Arena> arena;
   std::vector<uint64_t> begins;  // offset of each target in the arena, then the end
@@ -111,19 +112,19 @@ class CallerExchange final : public Exchange {
 // The arguments of load() that are Python objects, converted while the GIL is held.
 struct Functions {
   std::vector<AnyArray> arrays;  // keep the given memory alive
-  HostSink::Given given;
+  HostSink::CallerMemory caller_memory;
   HostSink::Copy copy;
   LoadOptions options;
-  AnyArray made;  // the last result of `caller`
+  AnyArray caller_result;  // the last result of `caller`
 };
 
-void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
-  to.given.resize(plan.recipe->targets.size());
-  for (const auto& [target, array] : given) {
+void take_given(const Plan& plan, const nb::dict& arrays, Functions& to) {
+  to.caller_memory.resize(plan.recipe->targets.size());
+  for (const auto& [target, array] : arrays) {
     const auto index = nb::cast<size_t>(target);
-    require_target(index, to.given.size());
+    require_target(index, to.caller_memory.size());
     to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
-    to.given[index] = bytes_of_array(to.arrays.back());
+    to.caller_memory[index] = bytes_of_array(to.arrays.back());
   }
 }
 
@@ -137,21 +138,22 @@ void take_functions(const nb::object& copy, const nb::object& caller, Functions&
   if (caller.is_none()) return;
   to.options.caller = [&caller, &to](uint32_t ordinal) -> std::span<const std::byte> {
     const nb::gil_scoped_acquire acquired;
-    to.made = AnyArray();
-    to.made = nb::cast<AnyArray>(caller(ordinal));
-    return bytes_of_array(to.made);
+    to.caller_result = AnyArray();
+    to.caller_result = nb::cast<AnyArray>(caller(ordinal));
+    return bytes_of_array(to.caller_result);
   };
 }
 
-std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const RankLoadTask& task,
-                                  const std::shared_ptr<Ledger>& ledger,
-                                  const Functions& functions) {
+std::unique_ptr<LoadResult> loaded_by(const std::shared_ptr<MadePlan>& python_plan,
+                                      const RankLoadTask& task,
+                                      const std::shared_ptr<Ledger>& ledger,
+                                      const Functions& functions) {
   const int64_t begin = task.clock.now_ns();
-  RankLoad load(task, functions.given, functions.copy);
+  RankLoad load(task, functions.caller_memory, functions.copy);
   load.load();
   if (task.check) load.check_values();
-  auto loaded = std::make_unique<Loaded>();
-  loaded->plan = made;
+  auto loaded = std::make_unique<LoadResult>();
+  loaded->plan = python_plan;
   loaded->outcome = load.outcome();
   loaded->compared = text_of_compared(load.compared());
   loaded->elapsed_s = static_cast<double>(loaded->outcome.loaded_ns - begin) / kNsPerSecond;
@@ -162,14 +164,14 @@ std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const R
   return loaded;
 }
 
-std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int rank,
-                                  CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
-                                  const nb::dict& given, const nb::object& copy,
-                                  const nb::object& caller, const nb::object& broadcast,
-                                  int threads, bool check, const nb::int_& seed) {
-  checked_rank(rank, made->plan.ranks());
+std::unique_ptr<LoadResult> load_into(const std::shared_ptr<MadePlan>& python_plan, int rank,
+                                      CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
+                                      const nb::dict& arrays, const nb::object& copy,
+                                      const nb::object& caller, const nb::object& broadcast,
+                                      int threads, bool check, const nb::int_& seed) {
+  checked_rank(rank, python_plan->plan.ranks());
   Functions functions;
-  take_given(made->plan, given, functions);
+  take_given(python_plan->plan, arrays, functions);
   take_functions(copy, caller, functions);
   functions.options.threads = threads > 0 ? threads : granted_cpus();
   functions.options.init_seed = seed_of(seed);
@@ -177,19 +179,19 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   if (!broadcast.is_none()) exchange.emplace(broadcast);
   board.set_thread();
   SteadyClock clock;
-  const RankLoadTask task{made->checkpoint(),
-                          made->plan,
+  const RankLoadTask task{python_plan->checkpoint(),
+                          python_plan->plan,
                           {rank, &board, exchange ? &*exchange : nullptr, ledger.get()},
                           clock,
                           functions.options,
                           check};
-  return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
+  return without_the_lock([&] { return loaded_by(python_plan, task, ledger, functions); });
 }
 
 // The comparison of all ranks, from their text_of_compared.
 ComparedValues merged(const Manifest& manifest, const std::vector<std::string>& of_ranks,
                       const std::string& folder) {
-  Compared all(manifest, folder);
+  ComparedChunks all(manifest, folder);
   for (const std::string& text : of_ranks) merge_compared(text, all);
   return all.finish();
 }
@@ -209,7 +211,7 @@ constexpr std::array<OutcomeField, 7> kOutcomeFields = {{
     {"bytes_loaded", &RankOutcome::bytes_loaded},
 }};
 
-nb::dict outcome_of(const Loaded& loaded) {
+nb::dict outcome_of(const LoadResult& loaded) {
   nb::dict outcome = dict_of("rank"_a = loaded.outcome.rank, "pid"_a = loaded.outcome.pid);
   for (const auto& [name, field] : kOutcomeFields) outcome[name] = loaded.outcome.*field;
   outcome["elapsed_s"] = loaded.elapsed_s;
@@ -218,45 +220,46 @@ nb::dict outcome_of(const Loaded& loaded) {
   return outcome;
 }
 
-nb::dict compared_values(const OpenCheckpoint& of, const std::vector<std::string>& of_ranks,
+nb::dict compared_values(const OpenCheckpoint& source, const std::vector<std::string>& of_ranks,
                          const std::string& folder) {
   const ComparedValues values =
-      without_the_lock([&] { return merged(of.checkpoint.manifest, of_ranks, folder); });
+      without_the_lock([&] { return merged(source.checkpoint.manifest, of_ranks, folder); });
   return dict_of("compared_bytes"_a = values.bytes,
                  "not_compared"_a = nb::cast(values.not_compared));
 }
 
 // `compared`: the result of compared_values; without it the outcomes must have `compared`.
-nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes, bool checked,
-                    const std::optional<uint64_t>& budget, const std::string& budget_source,
-                    const std::optional<nb::dict>& compared) {
-  LoadReport report{.checkpoint = facts_of(made.checkpoint()),
-                    .strategy = made.plan.strategy().name,
-                    .promise = made.plan.promise,
+nb::tuple report_of(const MadePlan& python_plan, const std::vector<nb::dict>& outcomes,
+                    bool checked, const std::optional<uint64_t>& budget,
+                    const std::string& budget_source, const std::optional<nb::dict>& compared) {
+  LoadReport report{.checkpoint = facts_of(python_plan.checkpoint()),
+                    .strategy = python_plan.plan.strategy().name,
+                    .promise = python_plan.plan.promise,
                     .checked = checked};
   if (compared) {
     report.compared = {nb::cast<uint64_t>((*compared)["compared_bytes"]),
                        nb::cast<std::vector<std::string>>((*compared)["not_compared"])};
   } else {
     std::vector<std::string> of_ranks;
-    for (const nb::dict& one : outcomes) of_ranks.push_back(nb::cast<std::string>(one["compared"]));
-    report.compared = merged(made.checkpoint().manifest, of_ranks, "");
+    for (const nb::dict& outcome_dict : outcomes)
+      of_ranks.push_back(nb::cast<std::string>(outcome_dict["compared"]));
+    report.compared = merged(python_plan.checkpoint().manifest, of_ranks, "");
   }
   report.promise.launcher_bytes = 0;  // the launcher (torchrun, for example) is not counted
   if (budget) report.budget = Budget{*budget, budget_source};
-  for (const nb::dict& one : outcomes) {
-    RankOutcome outcome{.rank = nb::cast<int32_t>(one["rank"]),
-                        .pid = nb::cast<int32_t>(one["pid"])};
+  for (const nb::dict& outcome_dict : outcomes) {
+    RankOutcome outcome{.rank = nb::cast<int32_t>(outcome_dict["rank"]),
+                        .pid = nb::cast<int32_t>(outcome_dict["pid"])};
     for (const auto& [name, field] : kOutcomeFields) {
-      outcome.*field = nb::cast<uint64_t>(one[name]);
+      outcome.*field = nb::cast<uint64_t>(outcome_dict[name]);
     }
     report.ranks.push_back(outcome);
-    report.elapsed_s = std::max(report.elapsed_s, nb::cast<double>(one["elapsed_s"]));
-    report.check_s = std::max(report.check_s, nb::cast<double>(one["check_s"]));
+    report.elapsed_s = std::max(report.elapsed_s, nb::cast<double>(outcome_dict["elapsed_s"]));
+    report.check_s = std::max(report.check_s, nb::cast<double>(outcome_dict["check_s"]));
   }
-  if (report.ranks.size() != static_cast<size_t>(made.plan.ranks())) {
+  if (report.ranks.size() != static_cast<size_t>(python_plan.plan.ranks())) {
     fail(Category::usage, "a report needs the outcome of every rank",
-         {.expected = std::to_string(made.plan.ranks()),
+         {.expected = std::to_string(python_plan.plan.ranks()),
           .got = std::to_string(report.ranks.size())});
   }
   return nb::make_tuple(as_dict(load_json(report)), load_text(report));
@@ -275,11 +278,11 @@ Args:
           },
           "limit"_a = nb::none())
       .def_prop_ro(
-          "held_bytes", [](const Ledger& ledger) { return ledger.held().total(); },
+          "held_bytes", [](const Ledger& ledger) { return ledger.footprint().total(); },
           "Bytes held now.")
       .def_prop_ro("peak_bytes", &Ledger::peak_bytes, "The highest held_bytes so far.")
       .def_prop_ro(
-          "held", [](const Ledger& ledger) { return by_purpose(ledger.held()); },
+          "held", [](const Ledger& ledger) { return by_purpose(ledger.footprint()); },
           "Bytes held now, by purpose; largest first.")
       .def_prop_ro(
           "at_peak", [](const Ledger& ledger) { return by_purpose(ledger.at_peak()); },
@@ -324,8 +327,8 @@ Raises:
     BudgetError: the kernel refuses, for example for memory of a driver.)")
       .def(
           "__init__",
-          [](Exclusion* made, uintptr_t address, size_t bytes) {
-            new (made) Exclusion({reinterpret_cast<std::byte*>(address), bytes});
+          [](Exclusion* self, uintptr_t address, size_t bytes) {
+            new (self) Exclusion({reinterpret_cast<std::byte*>(address), bytes});
           },
           "address"_a, "bytes"_a)
       .def("undo", &Exclusion::undo,
@@ -359,17 +362,17 @@ Args:
            "Cancels the running load or save at its next check. Any thread may call it. "
            "`what`: the reason; `rank`: the rank that has failed, or -1.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read, received or written so far.");
-  nb::class_<Loaded>(module, "Loaded", "The host memory that a load has filled.")
+  nb::class_<LoadResult>(module, "Loaded", "The host memory that a load has filled.")
       .def(
-          "storage", &Loaded::storage, "target"_a,
+          "storage", &LoadResult::storage, "target"_a,
           "The bytes of a target's local buffer, with padding, as an array that owns them. At most "
           "one call per target.")
-      .def("whole", &Loaded::whole,
+      .def("whole", &LoadResult::whole,
            "All bytes as one array, for pinning. From now on they are freed together. The "
            "array does not own them; pass it to `keep`.")
       .def(
           "keep",
-          [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
+          [](const LoadResult& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
           "kept"_a, "Keeps `kept` alive until just before the memory is freed.")
       .def_prop_ro("outcome", outcome_of, "Rank, pid, bytes and seconds of this load.");
   module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),

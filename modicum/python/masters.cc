@@ -25,7 +25,7 @@ void split(std::span<const std::byte> from, bool is_upper, std::byte* to) noexce
 void cast_masters(const Bytes& masters, const Bytes& to, const std::string& form) {
   const std::span<const std::byte> from =
       std::as_bytes(std::span(masters.data(), masters.nbytes()));
-  auto* const into = reinterpret_cast<std::byte*>(to.data());
+  auto* const out = reinterpret_cast<std::byte*>(to.data());
   const bool is_half = form == "upper" || form == "lower";
   const DType dtype = is_half ? DType::bf16 : dtype_flag(form).value_or(DType::f32);
   const auto n = static_cast<int64_t>(from.size() / sizeof(float));
@@ -36,9 +36,9 @@ void cast_masters(const Bytes& masters, const Bytes& to, const std::string& form
   }
   without_the_lock([&] {
     if (is_half) {
-      split(from, form == "upper", into);
+      split(from, form == "upper", out);
     } else {
-      cast(from.data(), DType::f32, into, dtype, n);
+      cast(from.data(), DType::f32, out, dtype, n);
     }
   });
 }

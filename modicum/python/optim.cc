@@ -50,12 +50,12 @@ Value named(Names names, const char* what, const std::string& name) {
   fail(Category::usage, fmt::format("unknown {} '{}'", what, printable(name)));
 }
 
-// An array that shares the memory of `given`. Bound functions take nb::handle and call this,
+// An array that shares the memory of `object`. Bound functions take nb::handle and call this,
 // because with an ndarray parameter the type stub would need numpy.
 template <typename Array>
-Array taken(nb::handle given, const std::string& fqn, const char* kind) {
+Array taken(nb::handle object, const std::string& fqn, const char* kind) {
   Array array;
-  if (nb::try_cast(given, array, false)) return array;
+  if (nb::try_cast(object, array, false)) return array;
   fail(Category::usage, fmt::format("expected {}", kind), {.tensor = fqn});
 }
 constexpr auto kFloatsKind = "a contiguous one-dimensional float32 array on the host";
@@ -72,11 +72,11 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
     fail(Category::usage, "the number of slots must not be negative",
          {.got = std::to_string(slots)});
   }
-  Written made = written(shards, groups, format, seed_of(seed));
-  made.spec.fork = fork_named(fork);
+  ShardsFromPython converted = written(shards, groups, format, seed_of(seed));
+  converted.spec.fork = fork_named(fork);
   const Pinner pinner = pinner_of(pin, unpin, pin_limit);
   return without_the_lock([&] {
-    return std::make_shared<State>(std::move(made), ledger, slots,
+    return std::make_shared<State>(std::move(converted), ledger, slots,
                                    threads > 0 ? threads : granted_cpus(), pinner);
   });
 }
@@ -102,10 +102,10 @@ void arrived_in_place(State& state, const std::vector<size_t>& shards) {
   });
 }
 
-void arrive(State& state, size_t shard, nb::handle given, int64_t at) {
+void arrive(State& state, size_t shard, nb::handle array, int64_t at) {
   AdamW& adamw = state.here();
   const std::string& fqn = state.shard(shard).fqn;
-  const auto elements = taken<AnyArray>(given, fqn, "a contiguous array on the host");
+  const auto elements = taken<AnyArray>(array, fqn, "a contiguous array on the host");
   const Piece piece{.shard = shard,
                     .at = at,
                     .n = static_cast<int64_t>(elements.size()),
@@ -125,17 +125,17 @@ nb::tuple norms(State& state) {
 }
 
 std::vector<int64_t> steps(const State& state) {
-  std::vector<int64_t> made;
+  std::vector<int64_t> counts;
   for (size_t shard = 0; shard < state.adamw.shards(); ++shard) {
-    made.push_back(state.adamw.steps(shard));
+    counts.push_back(state.adamw.steps(shard));
   }
-  return made;
+  return counts;
 }
 
 void step(State& state, float unscale, float clip, const nb::object& send, const nb::object& wait,
           const std::string& dtype, bool refresh_masters) {
   AdamW& adamw = state.here();
-  std::optional<Sending> sending;
+  std::optional<PythonOutlet> sending;
   if (!send.is_none()) sending.emplace(state, send, wait, dtype);
   const ReportedPhase phase(state.ledger->reporter(), "step");
   without_the_lock([&] {
@@ -148,16 +148,16 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
 }
 
 // The arguments of `step` for one state: (state, send, wait, dtype, refresh_masters).
-using Stepped = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
+using StepArguments = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
 
-void step_all(const std::vector<Stepped>& states, float unscale, float clip,
+void step_all(const std::vector<StepArguments>& states, float unscale, float clip,
               const std::shared_ptr<Snapshot>& snapshot) {
   const ReportedPhase phase(reporter_here(), "step");
   BeforeOverwrite before;
   if (snapshot) {
     before = [&](std::span<const std::byte> memory) { snapshot->before_overwrite(memory); };
   }
-  std::deque<Sending> sendings;  // a deque: elements must not move
+  std::deque<PythonOutlet> sendings;  // a deque: elements must not move
   std::vector<StateStep> steps;
   for (const auto& [state, send, wait, dtype, refresh_masters] : states) {
     StepOptions options{.unscale = unscale,
@@ -170,7 +170,7 @@ void step_all(const std::vector<Stepped>& states, float unscale, float clip,
     steps.push_back({&state->here(), options});
   }
   without_the_lock([&] { AdamW::step_all(steps); });
-  for (const Sending& sending : sendings) sending.require_sent();
+  for (const PythonOutlet& sending : sendings) sending.require_sent();
 }
 
 // Bytes of the state as an array that shares ownership of the state.
@@ -190,25 +190,25 @@ nb::object scales(const std::shared_ptr<State>& state, size_t shard, const std::
   return shown(state, std::as_writable_bytes(scales));
 }
 
-void export_to(State& state, size_t shard, const std::string& name, nb::handle given, int64_t at) {
+void export_to(State& state, size_t shard, const std::string& name, nb::handle array, int64_t at) {
   const AdamW& adamw = state.here();
-  const auto to = taken<Floats>(given, state.shard(shard).fqn, kFloatsKind);
+  const auto to = taken<Floats>(array, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named<StatePlane>(kStatePlaneNames, "plane", name);
   without_the_lock([&] { adamw.export_to(shard, plane, at, {to.data(), to.size()}); });
 }
 
-void import_from(State& state, size_t shard, const std::string& name, nb::handle given,
+void import_from(State& state, size_t shard, const std::string& name, nb::handle array,
                  int64_t at) {
   AdamW& adamw = state.here();
-  const auto from = taken<ReadFloats>(given, state.shard(shard).fqn, kFloatsKind);
+  const auto from = taken<ReadFloats>(array, state.shard(shard).fqn, kFloatsKind);
   const StatePlane plane = named<StatePlane>(kStatePlaneNames, "plane", name);
   without_the_lock([&] { adamw.import_from(shard, plane, at, {from.data(), from.size()}); });
 }
 
 nb::dict digest(State& state) {
   const AdamW& adamw = state.here();
-  const StateDigest made = without_the_lock([&] { return adamw.digest(); });
-  return dict_of("state"_a = made.state, "master"_a = made.master);
+  const StateDigest result = without_the_lock([&] { return adamw.digest(); });
+  return dict_of("state"_a = result.state, "master"_a = result.master);
 }
 
 std::string format_of(const std::string& dtype, const std::vector<int64_t>& shape,
@@ -236,10 +236,10 @@ void define_options(nb::module_& module) {
   nb::class_<AdamOptions>(module, "AdamOptions", "The options of one parameter group.")
       .def(
           "__init__",
-          [](AdamOptions* made, const std::string& semantics, double lr,
+          [](AdamOptions* self, const std::string& semantics, double lr,
              std::pair<double, double> betas, double eps, double weight_decay, bool decoupled,
              bool amsgrad, bool maximize, bool bias_correction) {
-            new (made) AdamOptions{named<AdamSemantics>(kSemanticsNames, "semantics", semantics),
+            new (self) AdamOptions{named<AdamSemantics>(kSemanticsNames, "semantics", semantics),
                                    lr,
                                    betas.first,
                                    betas.second,
@@ -290,7 +290,7 @@ void define_contents(nb::class_<State>& bound) {
           "keeps the state alive.")
       .def_prop_ro(
           "staging",
-          [](const std::shared_ptr<State>& of) { return shown(of, of->staging.bytes()); },
+          [](const std::shared_ptr<State>& self) { return shown(self, self->staging.bytes()); },
           "The bytes of the slots; the array keeps the state alive.")
       .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
@@ -300,7 +300,7 @@ void define_contents(nb::class_<State>& bound) {
            "planes and in split masters of 32 bits, the nearest codes in 8-bit moments, and "
            "rounded as in a step otherwise.")
       .def_prop_ro(
-          "footprint", [](const State& of) { return by_purpose(of.footprint); },
+          "footprint", [](const State& self) { return by_purpose(self.footprint); },
           "The bytes charged to the ledger, by purpose.")
       .def("digest", digest,
            "A dict of `state` and `master`, digests of this rank's values. Their sums over "
@@ -315,8 +315,8 @@ void define_state(nb::module_& module) {
            "unpin"_a.none() = nb::none(), "pin_limit"_a = nb::none(), "fork"_a = "excluded")
       .def(
           "set_options",
-          [](State& of, int group, const AdamOptions& options) {
-            of.adamw.set_options(group, options);
+          [](State& self, int group, const AdamOptions& options) {
+            self.adamw.set_options(group, options);
           },
           "group"_a, "options"_a, "Sets the options of a group, from the next step on.")
       .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
@@ -327,9 +327,9 @@ void define_state(nb::module_& module) {
            "threads.")
       .def(
           "leave_out",
-          [](State& of, size_t shard) {
-            of.shard(shard);
-            of.here().leave_out(shard);
+          [](State& self, size_t shard) {
+            self.shard(shard);
+            self.here().leave_out(shard);
           },
           "shard"_a, "Declares that a shard has no gradient in this step.")
       .def("norms", norms,
@@ -347,21 +347,21 @@ void define_state(nb::module_& module) {
            "refresh_masters first.")
       .def(
           "refresh_masters",
-          [](State& of) {
-            AdamW& adamw = of.here();
+          [](State& self) {
+            AdamW& adamw = self.here();
             without_the_lock([&] { adamw.refresh_masters(); });
           },
           "Copies the values that the caller has written to the arrays `out` into the "
           "masters. A value that equals the rounded master is not copied.")
       .def(
-          "skip", [](State& of) { of.here().skip(); },
+          "skip", [](State& self) { self.here().skip(); },
           "Discards the gradients; changes nothing else.")
       .def_prop_ro("steps", steps, "The step count of each shard's parameter.")
       .def(
           "set_steps",
-          [](State& of, size_t shard, int64_t steps) {
-            of.shard(shard);
-            of.adamw.set_steps(shard, steps);
+          [](State& self, size_t shard, int64_t steps) {
+            self.shard(shard);
+            self.adamw.set_steps(shard, steps);
           },
           "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.");
   define_contents(bound);

@@ -13,7 +13,7 @@ namespace {
 
 nb::dict process_memory(int pid) {
   const ProcessMemory memory = without_the_lock([&] { return read_process_memory(pid); });
-  return dict_of("held_bytes"_a = memory.held(), "peak_bytes"_a = memory.peak_held());
+  return dict_of("held_bytes"_a = memory.held_bytes(), "peak_bytes"_a = memory.peak_held());
 }
 
 nb::tuple as_pair(const RangeMemory& memory) {
@@ -31,9 +31,9 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
                              "shmem_bytes"_a = process.memory.pss_shmem,
                              "page_table_bytes"_a = process.memory.page_tables));
   }
-  nb::list held;
-  for (const RangeMemory& range : tree.ranges) held.append(as_pair(range));
-  return dict_of("processes"_a = processes, "ranges"_a = held, "rest"_a = as_pair(tree.rest));
+  nb::list range_list;
+  for (const RangeMemory& range : tree.ranges) range_list.append(as_pair(range));
+  return dict_of("processes"_a = processes, "ranges"_a = range_list, "rest"_a = as_pair(tree.rest));
 }
 
 }  // namespace

@@ -13,9 +13,9 @@
 namespace modicum::python {
 namespace {
 
-using Described = std::pair<std::string, std::vector<int64_t>>;  // dtype, shape
+using DtypeAndShape = std::pair<std::string, std::vector<int64_t>>;  // dtype, shape
 
-Manifest manifest_of(const std::map<std::string, Described>& stored) {
+Manifest manifest_of(const std::map<std::string, DtypeAndShape>& stored) {
   Manifest manifest;
   manifest.tensors.reserve(stored.size());
   for (const auto& [fqn, described] : stored) {
@@ -30,7 +30,7 @@ struct HeldManifest {
 // RecipeBuilder keeps a reference to the manifest. The manifest is in the first base class, so that
 // it is constructed before RecipeBuilder. Not movable, since the reference would dangle.
 struct DescribedBuilder : HeldManifest, RecipeBuilder {
-  explicit DescribedBuilder(const std::map<std::string, Described>& stored)
+  explicit DescribedBuilder(const std::map<std::string, DtypeAndShape>& stored)
       : HeldManifest{manifest_of(stored)}, RecipeBuilder(manifest) {}
   DescribedBuilder(const DescribedBuilder&) = delete;
   DescribedBuilder& operator=(const DescribedBuilder&) = delete;
@@ -38,13 +38,13 @@ struct DescribedBuilder : HeldManifest, RecipeBuilder {
 
 // Casts a member function of RecipeBuilder to one of the bound class, which nanobind requires.
 template <typename... Args>
-auto op(uint32_t (RecipeBuilder::*of)(Args...)) {
-  return static_cast<uint32_t (DescribedBuilder::*)(Args...)>(of);
+auto op(uint32_t (RecipeBuilder::*method)(Args...)) {
+  return static_cast<uint32_t (DescribedBuilder::*)(Args...)>(method);
 }
 
-Described described(const DescribedBuilder& builder, uint32_t node) {
-  const Node& made = builder.node(node);
-  return {std::string(torch_name(made.dtype)), made.shape};
+DtypeAndShape described(const DescribedBuilder& builder, uint32_t node) {
+  const Node& result = builder.node(node);
+  return {std::string(torch_name(result.dtype)), result.shape};
 }
 
 }  // namespace
@@ -62,7 +62,7 @@ Raises:
     UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs, or if a
         name is unknown; UNSUPPORTED for an unknown dtype, or for more than eight dims. Every method
         may raise it.)")
-      .def(nb::init<const std::map<std::string, Described>&>(), "stored"_a)
+      .def(nb::init<const std::map<std::string, DtypeAndShape>&>(), "stored"_a)
       .def("stored", op<std::string_view>(&RecipeBuilder::stored), "name"_a,
            "The stored tensor `name`.")
       .def("cat", op(&RecipeBuilder::cat), "dim"_a, "inputs"_a,

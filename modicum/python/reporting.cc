@@ -20,7 +20,7 @@ constexpr int64_t kHeapEveryNs = 100 * kNsPerMs;
 constexpr int64_t kHeapShare = 400;  // the heap's reports take at most 1/400 of a core
 
 // The report of the process with this pid.
-struct Here {
+struct ProcessReport {
   const int pid = getpid();
   OwnReport report;
 };
@@ -54,9 +54,9 @@ void follow_heap(const Reporter& reporter) {
 const Reporter& reporter_here() {
   // Never destroyed: ledgers may return charges while the interpreter ends, and the ledgers that a
   // forked child has inherited refer to the parent's element.
-  static auto& all = *new std::list<Here>();
+  static auto& all = *new std::list<ProcessReport>();
   if (all.empty() || all.back().pid != getpid()) {
-    Here& here = all.emplace_back();
+    ProcessReport& here = all.emplace_back();
     here.report.begin([] { return read_pss(getpid()).value_or(0); });
     if (here.report.reporter().is_on()) follow_heap(here.report.reporter());
   }
@@ -71,8 +71,8 @@ Args:
     name: a phase of a plan's promise, or any other name.)")
       .def(
           "__init__",
-          [](ReportedPhase* made, const std::string& name) {
-            new (made) ReportedPhase(reporter_here(), name);
+          [](ReportedPhase* self, const std::string& name) {
+            new (self) ReportedPhase(reporter_here(), name);
           },
           "name"_a)
       .def("end", &ReportedPhase::end, "Ends the phase; a second call does nothing.");

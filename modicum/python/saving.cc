@@ -49,16 +49,16 @@ std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
 
 std::vector<std::string> copied_names(const MadeSave& save) {
   std::vector<std::string> names;
-  for (const SavePlan::Copied& of : save.plan.copied()) {
-    names.push_back(save.plan.manifest().tensors[of.to].spec.fqn);
+  for (const SavePlan::CopiedTensor& tensor : save.plan.copied()) {
+    names.push_back(save.plan.manifest().tensors[tensor.to].spec.fqn);
   }
   return names;
 }
 
 uint64_t copied_bytes(const MadeSave& save) {
   uint64_t bytes = 0;
-  for (const SavePlan::Copied& of : save.plan.copied()) {
-    bytes += save.plan.manifest().tensors[of.to].at.bytes();
+  for (const SavePlan::CopiedTensor& tensor : save.plan.copied()) {
+    bytes += save.plan.manifest().tensors[tensor.to].at.bytes();
   }
   return bytes;
 }
@@ -76,22 +76,22 @@ using Purposes = std::map<std::string, uint64_t>;
 nb::dict footprint_of_save(const std::vector<std::pair<Purposes, uint64_t>>& parts,
                            uint64_t own_bytes) {
   std::vector<SaveNeeds> needs;
-  for (const auto& [held, gather_bytes] : parts) {
-    needs.push_back({from_purposes(held), gather_bytes});
+  for (const auto& [by_purpose_held, gather_bytes] : parts) {
+    needs.push_back({from_purposes(by_purpose_held), gather_bytes});
   }
   return by_purpose(save_footprint(needs, own_bytes));
 }
 
 // (promised bytes, limit of the ledger) of each rank. Throws BUDGET if the ranks of a node need
 // more than `budget`.
-std::vector<std::pair<uint64_t, uint64_t>> save_promise(const Purposes& held,
+std::vector<std::pair<uint64_t, uint64_t>> save_promise(const Purposes& by_purpose_held,
                                                         const std::vector<uint64_t>& baselines,
                                                         int ranks_per_node,
                                                         const std::optional<uint64_t>& budget,
                                                         const std::string& budget_source) {
   Phase phase{"save", {}};
   for (const uint64_t baseline : baselines) {
-    Footprint& of_rank = phase.of_rank.emplace_back(from_purposes(held));
+    Footprint& of_rank = phase.of_rank.emplace_back(from_purposes(by_purpose_held));
     of_rank[Purpose::process] += baseline;
   }
   Promise promise = make_promise({std::move(phase)}, 0, ranks_per_node);
@@ -112,22 +112,23 @@ nb::dict outcome_of(const SaveOutcome& saved) {
 // Where the ranks write a step: (directory, point). `point`: see ChunkSums.
 using Place = std::pair<std::string, uint64_t>;
 
-nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
+nb::dict save_tensors(const MadeSave& python_save, int rank, CallerBoard& board,
                       const std::shared_ptr<Ledger>& ledger, const Place& place,
-                      const nb::dict& given, const nb::object& fetch, int threads,
+                      const nb::dict& arrays, const nb::object& fetch, int threads,
                       const std::shared_ptr<Snapshot>& snapshot, Gather* gather) {
-  const Plan& plan = made.plan.plan();
+  const Plan& plan = python_save.plan.plan();
   checked_rank(rank, plan.ranks());
-  CallerTensors tensors(plan, rank, given, fetch);
+  CallerTensors tensors(plan, rank, arrays, fetch);
   PosixFileSystem files;
   if (!snapshot) board.set_thread();
   return outcome_of(without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "save");
     const SaveFiles to{files, place.first};
-    ChunkSums sums(made.plan.manifest(), place.second);
+    ChunkSums sums(python_save.plan.manifest(), place.second);
     const RankContext at{rank, &board, nullptr, ledger.get(), gather};
     const SaveOutcome saved = save(
-        {made.loaded->checkpoint(), made.plan, at, tensors, threads, snapshot.get()}, to, sums);
+        {python_save.loaded->checkpoint(), python_save.plan, at, tensors, threads, snapshot.get()},
+        to, sums);
     hand_over_sums(sums, rank, to);
     return saved;
   }));
@@ -146,26 +147,26 @@ std::shared_ptr<MadeState> state_files(const std::vector<WrittenState>& paramete
   return std::make_shared<MadeState>(MadeState{parameters, StateFiles(states_of(parameters))});
 }
 
-nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& board,
+nb::dict save_state(const MadeState& python_state, int rank, int ranks, CallerBoard& board,
                     const std::shared_ptr<Ledger>& ledger, const Place& place,
-                    const std::vector<WrittenHeld>& held, const std::shared_ptr<Snapshot>& snapshot,
-                    Gather* gather) {
-  const Held shards(held, numels_of(made.parameters));
+                    const std::vector<WrittenHeld>& written_shards,
+                    const std::shared_ptr<Snapshot>& snapshot, Gather* gather) {
+  const PythonShards shards(written_shards, numels_of(python_state.parameters));
   PosixFileSystem files;
   if (!snapshot) board.set_thread();
   return outcome_of(without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "save");
-    const Footprint needed = made.files.footprint();
+    const Footprint needed = python_state.files.footprint();
     const Charge header = ledger->adopt(Purpose::header, needed[Purpose::header]);
     const Charge plan = ledger->adopt(Purpose::plan, needed[Purpose::plan]);
     const SaveFiles to{files, place.first};
-    ChunkSums sums(made.files.manifest(), place.second);
+    ChunkSums sums(python_state.files.manifest(), place.second);
     const RankContext at{rank, &board, nullptr, ledger.get(), gather};
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-      made.files.for_each_span(shards, fn);
+      python_state.files.for_each_span(shards, fn);
     };
     const SaveOutcome saved =
-        save_spans({made.files.manifest(), at, ranks, snapshot.get()}, spans, to, sums);
+        save_spans({python_state.files.manifest(), at, ranks, snapshot.get()}, spans, to, sums);
     hand_over_sums(sums, rank, to);
     return saved;
   }));
@@ -173,16 +174,16 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
 
 nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
                     const std::vector<WrittenState>& parameters, int rank, CallerBoard& board,
-                    const std::shared_ptr<Ledger>& ledger, const std::vector<WrittenHeld>& held,
-                    bool has_masters) {
-  const Held shards(held, numels_of(parameters));
+                    const std::shared_ptr<Ledger>& ledger,
+                    const std::vector<WrittenHeld>& written_shards, bool has_masters) {
+  const PythonShards shards(written_shards, numels_of(parameters));
   const Manifest& manifest = from.checkpoint.manifest;
   const StateFiles files(manifest);
   const StateFacts parsed = parse_state(facts);
   const std::vector<StateOf> states = states_of(parameters);
   files.require_of(states, has_masters);
   board.set_thread();
-  Compared compared(manifest, kStateFolder);
+  ComparedChunks compared(manifest, kStateFolder);
   const uint64_t read = without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "resume");
     const Footprint needed = resume_footprint_of(manifest, files, states);
@@ -201,13 +202,13 @@ std::string state_text(const std::string& format, const nb::int_& seed,
                    .without_state = without_state};
   // The most frequent step count is stored once; `steps_of` has the parameters with another one.
   std::map<int64_t, size_t> counts;
-  for (const auto& [fqn, made] : steps) ++counts[made];
+  for (const auto& [fqn, steps_made] : steps) ++counts[steps_made];
   const auto usual =
       std::max_element(counts.begin(), counts.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
   if (usual != counts.end()) facts.steps = usual->first;
-  for (const auto& [fqn, made] : steps) {
-    if (made != facts.steps) facts.steps_of[fqn] = made;
+  for (const auto& [fqn, steps_made] : steps) {
+    if (steps_made != facts.steps) facts.steps_of[fqn] = steps_made;
   }
   return state_json(facts);
 }
@@ -225,12 +226,12 @@ struct StepInSave {
   const std::string root;
   std::optional<StepSave> save;
 
-  StepInSave(const std::string& of, int64_t step, const std::vector<std::string>& directories,
-             bool inside, std::optional<size_t> keep)
-      : root(of) {
+  StepInSave(const std::string& directory, int64_t step,
+             const std::vector<std::string>& directories, bool inside, std::optional<size_t> keep)
+      : root(directory) {
     without_the_lock([&] {
       if (inside) {
-        save.emplace(*files, StepSave::Inside{root}, step);
+        save.emplace(*files, StepSave::StepDirectory{root}, step);
       } else {
         save.emplace(*files, root, step, false, keep);
       }
@@ -249,7 +250,7 @@ struct StepInSave {
 
 using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
-nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
+nb::dict publish(StepInSave& step, const MadeSave& python_save, const MadeState* state,
                  const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
                  double lock_limit_s) {
   std::optional<StepSave::SavedState> saved_state;
@@ -257,18 +258,20 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
   if (other_state != nullptr) {
     saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
   }
-  Publishing how;
-  how.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
-  for (const auto& [name, text] : more) how.more.push_back({name, text});
-  const SavedStep saved = without_the_lock(
-      [&] { return step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, how); });
+  PublishOptions options;
+  options.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
+  for (const auto& [name, text] : more) options.more.push_back({name, text});
+  const SavedStep saved = without_the_lock([&] {
+    return step.open().publish(python_save.loaded->checkpoint(), python_save.plan, saved_state,
+                               options);
+  });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "durable"_a = saved.is_durable,
                  "warnings"_a = nb::cast(saved.warnings));
 }
 
 // Throws UNSUPPORTED if a reader would refuse manifest.json or a text as too long.
-void require_recordable(const MadeSave& made,
+void require_recordable(const MadeSave& python_save,
                         const std::vector<std::pair<std::string, std::string>>& texts,
                         std::vector<std::string> others, const MadeState* state,
                         const MadeSave* other_state, const std::string& facts) {
@@ -279,7 +282,7 @@ void require_recordable(const MadeSave& made,
   }
   const Manifest* of_state = state != nullptr ? &state->files.manifest() : nullptr;
   if (other_state != nullptr) of_state = &other_state->plan.manifest();
-  modicum::require_recordable(made.plan, of_state, others);
+  modicum::require_recordable(python_save.plan, of_state, others);
 }
 
 void define_gather(nb::module_& module) {
@@ -309,10 +312,10 @@ Args:
     ledger: is charged for the rank's part.)")
       .def(
           "__init__",
-          [](Gather* made, SharedGather& shared, CallerBoard& board, int rank, int place,
+          [](Gather* self, SharedGather& shared, CallerBoard& board, int rank, int place,
              const std::shared_ptr<Ledger>& ledger) {
-            new (made) Gather(shared, board, rank, place);
-            made->commit(*ledger);
+            new (self) Gather(shared, board, rank, place);
+            self->commit(*ledger);
           },
           "shared"_a, "board"_a, "rank"_a, "place"_a, "ledger"_a, nb::keep_alive<1, 2>(),
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>());
@@ -322,7 +325,7 @@ void define_save_plan(nb::module_& module) {
   nb::class_<MadeSave>(module, "SavePlan",
                        "The inverse of a load's plan: which bytes each rank writes where.")
       .def_prop_ro(
-          "held", [](const MadeSave& made) { return by_purpose(made.held()); },
+          "held", [](const MadeSave& self) { return by_purpose(self.footprint()); },
           "The bytes that a save holds on each rank, by purpose, without the tensors and the "
           "SharedGather.")
       .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
@@ -336,15 +339,15 @@ void define_save_plan(nb::module_& module) {
                    "Names of the stored tensors that are neither saved nor copied.")
       .def_prop_ro(
           "digest",
-          [](const MadeSave& made) {
-            const Digest& digest = made.plan.plan().inputs;
+          [](const MadeSave& self) {
+            const Digest& digest = self.plan.plan().inputs;
             return fmt::format("{:016x}{:016x}", digest.high, digest.low);
           },
           "Digest of all inputs: ranks with equal digests write one checkpoint.")
       .def_prop_ro(
           "recipe_text",
-          [](const MadeSave& made) {
-            return recipe_text(*made.plan.plan().recipe, made.plan.manifest());
+          [](const MadeSave& self) {
+            return recipe_text(*self.plan.plan().recipe, self.plan.manifest());
           },
           "A recipe.json that makes the same targets from the saved tensors.");
   module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
@@ -389,7 +392,7 @@ Args:
     parameters: (fqn, dtype, shape, format, whether its memory is the master) each.)")
       .def(nb::new_(&state_files), "parameters"_a)
       .def_prop_ro(
-          "held", [](const MadeState& made) { return by_purpose(made.files.footprint()); },
+          "held", [](const MadeState& self) { return by_purpose(self.files.footprint()); },
           "The bytes that a save of the state holds on each rank, by purpose.");
   module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
              "place"_a, "held"_a, "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),

@@ -27,8 +27,8 @@ constexpr uint64_t kThreadHeapBytes = 132 * kKiB;
 
 // A SavePlan and the plan of the load that it inverts.
 struct MadeSave {
-  MadeSave(std::shared_ptr<MadePlan> of, const SaveForm& form)
-      : loaded(std::move(of)), plan(loaded->checkpoint(), loaded->plan, form) {}
+  MadeSave(std::shared_ptr<MadePlan> load_plan, const SaveForm& form)
+      : loaded(std::move(load_plan)), plan(loaded->checkpoint(), loaded->plan, form) {}
 
   const std::shared_ptr<MadePlan> loaded;
   const SavePlan plan;
@@ -36,11 +36,11 @@ struct MadeSave {
   // Bytes of each rank's part of a SharedGather; 0: the save has none.
   uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
   // The memory of a save on each rank: both plans and the staging, without the SharedGather.
-  Footprint held() const {
-    Footprint held = plan.needs().held;
-    held[Purpose::header] += loaded->plan.manifest->held_bytes();
-    held[Purpose::plan] += loaded->plan.held_bytes();
-    return held;
+  Footprint footprint() const {
+    Footprint result = plan.needs().footprint;
+    result[Purpose::header] += loaded->plan.manifest->held_bytes();
+    result[Purpose::plan] += loaded->plan.held_bytes();
+    return result;
   }
   // Stacks and heaps of the threads that call `fetch`, if the save may use `threads`.
   uint64_t fetching_bytes(int threads) const noexcept {
@@ -57,18 +57,18 @@ inline SaveForm form_of(const Checkpoint& source) {
   return form;
 }
 
-// The caller's tensors: host memory (`given`), or tensors whose elements `fetch` copies to the
+// The caller's tensors: host memory (`arrays`), or tensors whose elements `fetch` copies to the
 // host.
 class CallerTensors final : public Sink {
  public:
-  CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
-      : plan_(plan), fetch_(std::move(fetch)), given_(buffer_count(plan)) {
-    for (const auto& [target, array] : given) take(nb::cast<size_t>(target), array);
-    for (uint32_t b = 0; b < given_.size(); ++b) require_size(b, rank);
+  CallerTensors(const Plan& plan, int rank, const nb::dict& arrays, nb::object fetch)
+      : plan_(plan), fetch_(std::move(fetch)), caller_memory_(buffer_count(plan)) {
+    for (const auto& [target, array] : arrays) take(nb::cast<size_t>(target), array);
+    for (uint32_t b = 0; b < caller_memory_.size(); ++b) require_size(b, rank);
   }
 
   std::span<std::byte> host(uint32_t buffer) noexcept override {
-    return given_[holder_of(plan_, buffer)];
+    return caller_memory_[holder_of(plan_, buffer)];
   }
   void copy(uint32_t buffer, int64_t, std::span<const std::byte>) override {
     fail(Category::internal, "a save writes to no tensor", {.tensor = buffer_name(plan_, buffer)});
@@ -79,28 +79,28 @@ class CallerTensors final : public Sink {
   }
 
  private:
-  void take(size_t buffer, nb::handle given) {
-    require_target(buffer, given_.size());
-    arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
-    given_[buffer] = bytes_of_array(arrays_.back());
+  void take(size_t buffer, nb::handle array) {
+    require_target(buffer, caller_memory_.size());
+    arrays_.push_back(writable(array, buffer_name(plan_, static_cast<uint32_t>(buffer))));
+    caller_memory_[buffer] = bytes_of_array(arrays_.back());
   }
   void require_size(uint32_t buffer, int rank) const {
-    const bool is_given = destination_of(plan_, buffer) == Destination::given;
-    if (!is_given && given_[holder_of(plan_, buffer)].empty()) return;
+    const bool is_given = destination_of(plan_, buffer) == Destination::caller_memory;
+    if (!is_given && caller_memory_[holder_of(plan_, buffer)].empty()) return;
     if (holder_of(plan_, buffer) != buffer) return;
     const uint64_t expected = buffer_of(plan_, buffer, rank).bytes();
-    if (given_[buffer].size() == expected) return;
+    if (caller_memory_[buffer].size() == expected) return;
     fail(Category::usage, "the memory given for a tensor has the wrong size",
          {.tensor = buffer_name(plan_, buffer),
           .rank = rank,
           .expected = fmt::format("{} bytes", expected),
-          .got = fmt::format("{} bytes", given_[buffer].size())});
+          .got = fmt::format("{} bytes", caller_memory_[buffer].size())});
   }
 
   const Plan& plan_;
   const nb::object fetch_;
   std::vector<AnyArray> arrays_;  // keep the given memory alive
-  std::vector<std::span<std::byte>> given_;
+  std::vector<std::span<std::byte>> caller_memory_;
 };
 
 // A parameter that has state: (fqn, dtype, shape, format, whether its memory is the master).
@@ -110,11 +110,12 @@ using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
 
 // Visits shards of states. Throws UNSUPPORTED if a shard with 8-bit moments has only a part of a
 // block: the ranks that share a block have different scales for it.
-class Held {
+class PythonShards {
  public:
-  Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)
-      : held_(held) {
-    for (const auto& [state, index, fqn] : held) {
+  PythonShards(const std::vector<WrittenHeld>& shards,
+               const std::map<std::string, int64_t>& numel_of)
+      : shards_(shards) {
+    for (const auto& [state, index, fqn] : shards) {
       ShardSpec shard = state->shard(index);
       if (!row_of(state->here().format()).has_scales()) continue;
       shard.fqn = fqn;
@@ -122,16 +123,16 @@ class Held {
     }
   }
   void operator()(FunctionRef<void(const HeldShard&)> fn) const {
-    for (const auto& [state, index, fqn] : held_) fn({state->adamw, index, fqn});
+    for (const auto& [state, index, fqn] : shards_) fn({state->adamw, index, fqn});
   }
 
  private:
-  const std::vector<WrittenHeld>& held_;
+  const std::vector<WrittenHeld>& shards_;
 };
 
 inline std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>& written) {
   std::map<std::string, int64_t> numels;
-  for (const auto& of : written) numels[std::get<0>(of)] = numel_of(std::get<2>(of));
+  for (const auto& state : written) numels[std::get<0>(state)] = numel_of(std::get<2>(state));
   return numels;
 }
 

@@ -30,14 +30,15 @@ std::shared_ptr<Snapshot> snapshot_of(uint64_t window, int rank, const WrittenTe
                                       const WrittenStates& states) {
   auto snapshot = std::make_shared<Snapshot>(window);
   std::deque<CallerTensors> sinks;  // a deque: elements must not move
-  for (const auto& [made, given] : tensors) {
-    const Plan& plan = made->plan.plan();
-    CallerTensors& sink = sinks.emplace_back(plan, rank, given, nb::none());
+  for (const auto& [python_save, arrays] : tensors) {
+    const Plan& plan = python_save->plan.plan();
+    CallerTensors& sink = sinks.emplace_back(plan, rank, arrays, nb::none());
     for (uint32_t b = 0; b < buffer_count(plan); ++b) snapshot->cover(sink.host(b));
   }
   const auto for_each_span = [&](FunctionRef<void(const StoredSpan&)> fn) {
-    for (const auto& [made, held] : states) {
-      made->files.for_each_span(Held(held, numels_of(made->parameters)), fn);
+    for (const auto& [python_state, shards] : states) {
+      python_state->files.for_each_span(PythonShards(shards, numels_of(python_state->parameters)),
+                                        fn);
     }
   };
   for_each_span([&](const StoredSpan& span) { snapshot->cover(span.bytes); });
@@ -74,39 +75,40 @@ Args:
       .def_prop_ro("bytes", &Snapshot::bytes,
                    "The bytes that `charge` charges, with purpose `snapshot`.")
       .def(
-          "charge", [](Snapshot& of, const std::shared_ptr<Ledger>& ledger) { of.charge(*ledger); },
+          "charge",
+          [](Snapshot& self, const std::shared_ptr<Ledger>& ledger) { self.charge(*ledger); },
           "ledger"_a, nb::keep_alive<1, 2>(),
           "Charges the window and its tables. Raises BudgetError if the ledger's limit is too low.")
       .def(
           "keep",
-          [](Snapshot& of, nb::handle given) {
-            return of.keep(bytes_of_array(writable(given, "")));
+          [](Snapshot& self, nb::handle array) {
+            return self.keep(bytes_of_array(writable(array, "")));
           },
           "memory"_a,
           "Immediately copies the values in `memory` that the save has yet to read. Returns False "
           "if the window is too small.")
       .def(
-          "end", [](Snapshot& of) { without_the_lock([&] { of.end(); }); },
+          "end", [](Snapshot& self) { without_the_lock([&] { self.end(); }); },
           "Declares that nothing more is read, and gives the window back.")
       .def_prop_ro(
           "waited_s",
-          [](const Snapshot& of) { return static_cast<double>(of.waited_ns()) / kNsPerSecond; },
+          [](const Snapshot& self) { return static_cast<double>(self.waited_ns()) / kNsPerSecond; },
           "Seconds in which at least one thread of a step waited for the save to read.")
       .def_prop_ro("copied_bytes", &Snapshot::copied_bytes, "Bytes copied to the window.");
   module.def(
       "create_files",
-      [](const MadeSave& made, const std::pair<int, int>& rank_of, CallerBoard& board,
+      [](const MadeSave& self, const std::pair<int, int>& rank_of, CallerBoard& board,
          const std::string& directory) {
-        return create_files_of(made.plan.manifest(), rank_of, board, directory);
+        return create_files_of(self.plan.manifest(), rank_of, board, directory);
       },
       "plan"_a, "rank_of"_a, "board"_a, "directory"_a,
       "Creates one rank's share of the files of a save; returns the bytes written. `rank_of`: "
       "(rank, number of ranks).");
   module.def(
       "create_files",
-      [](const MadeState& made, const std::pair<int, int>& rank_of, CallerBoard& board,
+      [](const MadeState& self, const std::pair<int, int>& rank_of, CallerBoard& board,
          const std::string& directory) {
-        return create_files_of(made.files.manifest(), rank_of, board, directory);
+        return create_files_of(self.files.manifest(), rank_of, board, directory);
       },
       "files"_a, "rank_of"_a, "board"_a, "directory"_a,
       "Creates one rank's share of the files of AdamW's state; returns the bytes written.");

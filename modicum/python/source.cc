@@ -36,23 +36,23 @@ struct CallersTensors {
 
 class CallerFile final : public File {
  public:
-  explicit CallerFile(const CallersTensors& of) : of_(of), name_(kName) {}
+  explicit CallerFile(const CallersTensors& tensors) : tensors_(tensors), name_(kName) {}
 
   const std::string& name() const noexcept override { return name_; }
   FileIdentity identity() override {
     FileIdentity identity;
-    identity.size_bytes = of_.begins.back();
+    identity.size_bytes = tensors_.begins.back();
     return identity;
   }
-  void read(std::span<std::byte> into, uint64_t offset) override {
-    if (offset < of_.header.size()) {
-      const auto rest = std::as_bytes(std::span(of_.header)).subspan(offset);
-      const uint64_t n = std::min(into.size(), rest.size());
-      std::copy_n(rest.begin(), n, into.begin());
-      into = into.subspan(n);
+  void read(std::span<std::byte> out, uint64_t offset) override {
+    if (offset < tensors_.header.size()) {
+      const auto rest = std::as_bytes(std::span(tensors_.header)).subspan(offset);
+      const uint64_t n = std::min(out.size(), rest.size());
+      std::copy_n(rest.begin(), n, out.begin());
+      out = out.subspan(n);
       offset += n;
     }
-    if (!into.empty()) read_tensors(into, offset);
+    if (!out.empty()) read_tensors(out, offset);
   }
   void write(std::span<const std::byte>, uint64_t) override { refuse_change(); }
   void truncate(uint64_t) override { refuse_change(); }
@@ -71,35 +71,36 @@ class CallerFile final : public File {
   void finish_writeback(uint64_t, uint64_t) override {}
 
  private:
-  void read_tensors(std::span<std::byte> into, uint64_t offset) {
-    if (offset > of_.begins.back() || into.size() > of_.begins.back() - offset) {
+  void read_tensors(std::span<std::byte> out, uint64_t offset) {
+    if (offset > tensors_.begins.back() || out.size() > tensors_.begins.back() - offset) {
       fail(Category::format_trunc, "the file ends inside the range to read",
            {.file = name_, .offset = offset});
     }
     const nb::gil_scoped_acquire acquired;
-    if (of_.read.is_none()) {
+    if (tensors_.read.is_none()) {
       fail(Category::internal, "only rank 0 can read its memory", {.file = name_});
     }
-    while (!into.empty()) {
-      const auto after = std::upper_bound(of_.begins.begin(), of_.begins.end(), offset);
-      const uint64_t n = std::min<uint64_t>(into.size(), *after - offset);
-      of_.read(after - of_.begins.begin() - 1, offset - *std::prev(after), view_of(into.first(n)));
-      into = into.subspan(n);
+    while (!out.empty()) {
+      const auto after = std::upper_bound(tensors_.begins.begin(), tensors_.begins.end(), offset);
+      const uint64_t n = std::min<uint64_t>(out.size(), *after - offset);
+      tensors_.read(after - tensors_.begins.begin() - 1, offset - *std::prev(after),
+                    view_of(out.first(n)));
+      out = out.subspan(n);
       offset += n;
     }
   }
 
-  const CallersTensors& of_;
+  const CallersTensors& tensors_;
   const std::string name_;
 };
 
 // A directory that contains only this file.
 class CallerFiles final : public FileSystem {
  public:
-  explicit CallerFiles(CallersTensors of) : of_(std::move(of)) {}
+  explicit CallerFiles(CallersTensors tensors) : tensors_(std::move(tensors)) {}
 
   std::unique_ptr<File> open(const std::string&) override {
-    return std::make_unique<CallerFile>(of_);
+    return std::make_unique<CallerFile>(tensors_);
   }
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
@@ -122,20 +123,20 @@ class CallerFiles final : public FileSystem {
   bool is_of_one_kernel(const std::string&) noexcept override { return false; }
 
  private:
-  const CallersTensors of_;
+  const CallersTensors tensors_;
 };
 
 std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<DescribedTensor>& tensors,
                                              nb::object read) {
   std::vector<TensorSpec> specs;
   for (const auto& [name, dtype, shape] : tensors) specs.push_back(spec_of(name, dtype, shape));
-  CallersTensors of{safetensors_header(specs, kName), {}, std::move(read)};
-  of.begins.push_back(of.header.size());
+  CallersTensors source{safetensors_header(specs, kName), {}, std::move(read)};
+  source.begins.push_back(source.header.size());
   for (const TensorSpec& spec : specs) {
-    of.begins.push_back(of.begins.back() + bytes_of(spec.dtype, numel_of(spec.shape)));
+    source.begins.push_back(source.begins.back() + bytes_of(spec.dtype, numel_of(spec.shape)));
   }
   auto opened = std::make_shared<OpenCheckpoint>();
-  opened->files = std::make_unique<CallerFiles>(std::move(of));
+  opened->files = std::make_unique<CallerFiles>(std::move(source));
   opened->checkpoint = open_checkpoint(*opened->files, kName);
   opened->checkpoint.manifest.only_rank_0 = true;
   return opened;

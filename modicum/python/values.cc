@@ -43,7 +43,7 @@ std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>&
 
 nb::dict stored_of(const OpenCheckpoint& opened) {
   nb::dict stored;
-  for (const Stored& tensor : opened.checkpoint.manifest.tensors) {
+  for (const StoredTensor& tensor : opened.checkpoint.manifest.tensors) {
     stored[tensor.spec.fqn.c_str()] =
         nb::make_tuple(torch_name(tensor.spec.dtype), tuple_of(tensor.spec.shape));
   }
@@ -61,9 +61,9 @@ std::shared_ptr<MadeRecipe> recipe(const std::shared_ptr<OpenCheckpoint>& checkp
   return std::make_shared<MadeRecipe>(MadeRecipe{checkpoint, std::move(recipe)});
 }
 
-nb::list targets_of_recipe(const MadeRecipe& made) {
+nb::list targets_of_recipe(const MadeRecipe& python_recipe) {
   nb::list targets;
-  const Recipe& recipe = made.recipe;
+  const Recipe& recipe = python_recipe.recipe;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
     const TensorSpec& spec = recipe.targets[t].spec;
     nb::object alias_of = nb::none();
@@ -125,10 +125,10 @@ struct Shard {
   const TensorSpec target;
   const int rank;
 
-  Shard(const WrittenSharding& written, const std::vector<int64_t>& shape, int of)
+  Shard(const WrittenSharding& written, const std::vector<int64_t>& shape, int rank_number)
       : sharding(make_layout("mesh", sharding_from(written)).kinds.front()),
         target{.shape = shape},
-        rank(checked_rank(of, sharding.mesh.world_size())) {
+        rank(checked_rank(rank_number, sharding.mesh.world_size())) {
     if (!checked_numel(shape))
       fail(Category::usage, "a shape is negative or too large", {.got = shape_text(shape)});
   }
@@ -145,14 +145,14 @@ struct Shard {
 Destination destination_named(const std::string& name) {
   if (name == "cpu") return Destination::cpu;
   if (name == "copy") return Destination::copy;
-  if (name == "given") return Destination::given;
+  if (name == "given") return Destination::caller_memory;
   fail(Category::usage, "unknown destination",
        {.expected = "cpu, copy or given", .got = printable(name)});
 }
 
 void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& options) {
-  if (const auto* const one = std::get_if<Size>(&baseline)) {
-    options.baseline_bytes = bytes_of(*one);
+  if (const auto* const bytes = std::get_if<Size>(&baseline)) {
+    options.baseline_bytes = bytes_of(*bytes);
     return;
   }
   options.baseline_of = std::get<std::vector<uint64_t>>(baseline);
@@ -177,20 +177,21 @@ void take_after(const std::vector<Purposes>& after, const Layout& layout, PlanOp
 
 // Adds a phase `save` to the promise: a save of the loaded tensors and of the optimizer's state,
 // with staging of `staging_bytes`. Adds nothing if they can't be saved.
-void promise_save(const std::shared_ptr<MadePlan>& made, const StateFiles& state,
+void promise_save(const std::shared_ptr<MadePlan>& python_plan, const StateFiles& state,
                   uint64_t staging_bytes) {
-  PlanOptions options = made->plan.options;
+  PlanOptions options = python_plan->plan.options;
   try {
-    SaveNeeds model = MadeSave(made, form_of(made->checkpoint())).plan.needs();
+    SaveNeeds model = MadeSave(python_plan, form_of(python_plan->checkpoint())).plan.needs();
     // The load's staging may have been shrunk to the budget; a save's staging is never shrunk.
-    model.held[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
+    model.footprint[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
     options.save = save_footprint(std::vector{model, SaveNeeds{state.footprint()}});
   } catch (const Error& error) {
     const Category why = error.category();
     if (why == Category::unsupported || why == Category::mismatch) return;
     throw;
   }
-  made->plan = make_plan(*made->plan.manifest, *made->plan.recipe, made->plan.layout, options);
+  python_plan->plan = make_plan(*python_plan->plan.manifest, *python_plan->plan.recipe,
+                                python_plan->plan.layout, options);
 }
 
 std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const Layout& layout,
@@ -213,22 +214,22 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   options.staging_bytes = staging ? bytes_of(*staging) : kDefaultStagingBytes;
   if (baseline) take_baseline(*baseline, layout, options);
   if (!after.empty()) take_after(after, layout, options);
-  auto made = std::make_shared<MadePlan>();
-  made->recipe = recipe;
+  auto result = std::make_shared<MadePlan>();
+  result->recipe = recipe;
   without_the_lock([&] {
-    made->plan = make_plan(recipe->of->checkpoint.manifest, recipe->recipe, layout, options);
+    result->plan = make_plan(recipe->source->checkpoint.manifest, recipe->recipe, layout, options);
     std::optional<Budget> allowed;
     if (budget) allowed = {bytes_of(*budget), budget_source};
-    if (allowed && !staging) made->plan = shrunk_to_fit(std::move(made->plan), *allowed);
-    if (save) promise_save(made, save->files, options.staging_bytes);
-    if (allowed) require_fits(made->plan.promise, *allowed);
+    if (allowed && !staging) result->plan = shrunk_to_fit(std::move(result->plan), *allowed);
+    if (save) promise_save(result, save->files, options.staging_bytes);
+    if (allowed) require_fits(result->plan.promise, *allowed);
   });
-  return made;
+  return result;
 }
 
 // For each target: the target that holds its memory, and the size and shape of that memory.
-nb::list buffers(const MadePlan& made, int rank) {
-  const Plan& plan = made.plan;
+nb::list buffers(const MadePlan& python_plan, int rank) {
+  const Plan& plan = python_plan.plan;
   checked_rank(rank, plan.ranks());
   nb::list all;
   for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
@@ -245,18 +246,19 @@ nb::list buffers(const MadePlan& made, int rank) {
   return all;
 }
 
-nb::dict document(const MadePlan& made) {
+nb::dict document(const MadePlan& python_plan) {
   return as_dict(without_the_lock([&] {
-    PlanReport report{.checkpoint = facts_of(made.checkpoint()), .ranks = made.plan.ranks()};
-    const Traffic sent = traffic(made.plan);
+    PlanReport report{.checkpoint = facts_of(python_plan.checkpoint()),
+                      .ranks = python_plan.plan.ranks()};
+    const Traffic sent = traffic(python_plan.plan);
     report.strategies.push_back(
-        {made.plan.strategy().name, made.plan.promise, sent, sent.needed_bytes});
+        {python_plan.plan.strategy().name, python_plan.plan.promise, sent, sent.needed_bytes});
     return plan_json(report);
   }));
 }
 
-std::string digest_text(const MadePlan& made) {
-  const Digest& digest = made.plan.inputs;
+std::string digest_text(const MadePlan& python_plan) {
+  const Digest& digest = python_plan.plan.inputs;
   return fmt::format("{:016x}{:016x}", digest.high, digest.low);
 }
 
@@ -288,8 +290,8 @@ From this class to that one: write `text` to a file, and modicum.recipes.read_re
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
       .def_prop_ro(
           "text",
-          [](const MadeRecipe& made) {
-            return recipe_text(made.recipe, made.of->checkpoint.manifest);
+          [](const MadeRecipe& self) {
+            return recipe_text(self.recipe, self.source->checkpoint.manifest);
           },
           "The text of the recipe as a recipe.json.");
   nb::class_<Layout>(module, "Layout",
@@ -301,16 +303,16 @@ void define_plan_class(nb::module_& module) {
   nb::class_<MadePlan>(module, "Plan",
                        "Which bytes each rank reads, where it puts them, and how much it holds.")
       .def_prop_ro(
-          "ranks", [](const MadePlan& made) { return made.plan.ranks(); }, "World size.")
+          "ranks", [](const MadePlan& self) { return self.plan.ranks(); }, "World size.")
       .def_prop_ro(
-          "strategy", [](const MadePlan& made) { return std::string(made.plan.strategy().name); },
+          "strategy", [](const MadePlan& self) { return std::string(self.plan.strategy().name); },
           "The strategy's name.")
       .def_prop_ro(
-          "recipe", [](const MadePlan& made) { return made.recipe; }, "The recipe of the plan.")
+          "recipe", [](const MadePlan& self) { return self.recipe; }, "The recipe of the plan.")
       .def_prop_ro(
           "checkpoint",
-          [](const MadePlan& made) {
-            return std::const_pointer_cast<OpenCheckpoint>(made.recipe->of);
+          [](const MadePlan& self) {
+            return std::const_pointer_cast<OpenCheckpoint>(self.recipe->source);
           },
           "The checkpoint of the plan.")
       .def_prop_ro("digest", digest_text,
@@ -323,20 +325,20 @@ void define_plan_class(nb::module_& module) {
            "this rank's part, without padding).")
       .def(
           "promised_bytes",
-          [](const MadePlan& made, int rank) {
-            return made.plan.promise.rank_peak_bytes(checked_rank(rank, made.plan.ranks()));
+          [](const MadePlan& self, int rank) {
+            return self.plan.promise.rank_peak_bytes(checked_rank(rank, self.plan.ranks()));
           },
           "rank"_a, "The most bytes that the rank's process will hold.")
       .def(
           "ledger_limit_bytes",
-          [](const MadePlan& made, int rank) {
-            return made.plan.promise.ledger_limit_bytes(checked_rank(rank, made.plan.ranks()));
+          [](const MadePlan& self, int rank) {
+            return self.plan.promise.ledger_limit_bytes(checked_rank(rank, self.plan.ranks()));
           },
           "rank"_a, "promised_bytes without the process's baseline and page tables.")
       .def(
           "exchange_group",
-          [](const MadePlan& made, int rank) {
-            return exchange_group(made.plan, checked_rank(rank, made.plan.ranks()));
+          [](const MadePlan& self, int rank) {
+            return exchange_group(self.plan, checked_rank(rank, self.plan.ranks()));
           },
           "rank"_a, "The ranks with which `rank` exchanges bytes, itself included.");
 }
@@ -408,7 +410,9 @@ Args:
            "shape"_a, "rank"_a)
       .def_prop_ro(
           "shape",
-          [](const Shard& of) { return tuple_of(local_shape(of.sharding, of.target, of.rank)); },
+          [](const Shard& self) {
+            return tuple_of(local_shape(self.sharding, self.target, self.rank));
+          },
           "The shard's shape without padding.")
       .def("runs", &Shard::runs, "order"_a,
            R"(The shard's elements as runs (first, n) of the tensor's elements, in memory order.
@@ -417,7 +421,7 @@ Args:
     order: dims from slowest to fastest; [0, 1, ...] is row-major. The shard is contiguous in this
         order, and the tensor's elements are counted in it.)")
       .def_prop_ro(
-          "replicas", [](const Shard& of) { return replicas_of(of.sharding, of.rank); },
+          "replicas", [](const Shard& self) { return replicas_of(self.sharding, self.rank); },
           "The ranks that hold the same elements, `rank` included; ascending.");
 }
 

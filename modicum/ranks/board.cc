@@ -13,10 +13,10 @@ namespace {
 
 // Copies `text`, truncated to N - 1 bytes.
 template <size_t N>
-void put(char (&into)[N], const std::string& text) noexcept {
+void put(char (&field)[N], const std::string& text) noexcept {
   const size_t n = std::min(text.size(), N - 1);
-  std::memcpy(into, text.data(), n);
-  into[n] = '\0';
+  std::memcpy(field, text.data(), n);
+  field[n] = '\0';
 }
 
 // The inverse of owners_of(). Drops owners whose name is not that of a purpose.

@@ -187,9 +187,9 @@ TEST(SharedBoard, NoRankLeavesABarrierBeforeAllHaveArrived) {
 
 // Time passes only in the barrier's own sleeps, so the clock shows how long it waited.
 TEST(SharedBoard, ABarrierWaitsForAMissingRank) {
-  class Late final : public Clock {
+  class LateClock final : public Clock {
    public:
-    explicit Late(SharedBoard*& board) : board_(board) {}
+    explicit LateClock(SharedBoard*& board) : board_(board) {}
     int64_t now_ns() override { return now_ns_; }
     void sleep_ns(int64_t duration_ns) override {
       EXPECT_TRUE(board_->is_waiting(0));
@@ -202,7 +202,7 @@ TEST(SharedBoard, ABarrierWaitsForAMissingRank) {
     int64_t now_ns_ = 0;
   };
   SharedBoard* there = nullptr;
-  Late clock(there);
+  LateClock clock(there);
   SharedBoard board(2, clock);
   there = &board;
   try {

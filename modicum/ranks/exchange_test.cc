@@ -114,10 +114,10 @@ TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
         {
           const Charge charge = exchange.commit(ledger);
           EXPECT_EQ(charge.bytes(), part_bytes);
-          EXPECT_EQ(ledger.held()[Purpose::staging], part_bytes);
-          EXPECT_EQ(ledger.held().total(), part_bytes);
+          EXPECT_EQ(ledger.footprint()[Purpose::staging], part_bytes);
+          EXPECT_EQ(ledger.footprint().total(), part_bytes);
         }
-        EXPECT_EQ(ledger.held(), Footprint{});
+        EXPECT_EQ(ledger.footprint(), Footprint{});
         Ledger tight(part_bytes - 1);
         EXPECT_THROW(exchange.commit(tight), Error);
       }
@@ -187,7 +187,7 @@ TEST(ThreadExchange, DeliversAndRecordsEveryBroadcast) {
       Ledger ledger;
       ThreadExchange exchange(hub, board, rank);
       const Charge charge = exchange.commit(ledger);
-      EXPECT_EQ(ledger.held()[Purpose::staging], 3 * kPageBytes);
+      EXPECT_EQ(ledger.footprint()[Purpose::staging], 3 * kPageBytes);
       EXPECT_TRUE(all_arrive(exchange, rank, world, {0, 1, 5000}));
     });
     // Each rank takes part in the broadcasts of `world` roots, of three sizes each.

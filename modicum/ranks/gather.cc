@@ -179,8 +179,9 @@ void Gather::write_own(WriteOut write) {
                                          [](const auto& row) { return row.count == 0; });
     cursors_[from] = {list.data(), end, 0};
   }
-  const auto begin_of = [](const Cursor& of) -> uint64_t {
-    return of.row == of.end ? kNone : of.row->begin + uint64_t{of.row->stride} * of.run;
+  const auto begin_of = [](const Cursor& cursor) -> uint64_t {
+    return cursor.row == cursor.end ? kNone
+                                    : cursor.row->begin + uint64_t{cursor.row->stride} * cursor.run;
   };
   const uint64_t round = round_ & ((uint64_t{1} << kWalkBit) - 1);
   const uint64_t window =
@@ -198,16 +199,16 @@ void Gather::write_own(WriteOut write) {
         if (begin_of(cursors_[other]) < begin_of(cursors_[first])) first = other;
       }
     }
-    Cursor& of = cursors_[first];
-    if (of.row == of.end) break;
-    if (begin_of(of) != end) {
+    Cursor& cursor = cursors_[first];
+    if (cursor.row == cursor.end) break;
+    if (begin_of(cursor) != end) {
       flush();
-      begin = begin_of(of);
+      begin = begin_of(cursor);
     }
-    end = begin_of(of) + of.row->length;
-    if (++of.run == of.row->count) {
-      ++of.row;
-      of.run = 0;
+    end = begin_of(cursor) + cursor.row->length;
+    if (++cursor.run == cursor.row->count) {
+      ++cursor.row;
+      cursor.run = 0;
     }
     from = first;
   }

@@ -26,8 +26,9 @@ using Puts = std::vector<std::vector<Put>>;  // by rank: its puts in order
 std::byte value_at(uint64_t at) { return static_cast<std::byte>((at * 31 + at / 241) & 0xff); }
 
 // The written bytes, and how often each was written, in memory that the ranks share.
-struct Written {
-  explicit Written(uint64_t bytes) : pages(Mapping::shared(2 * bytes + kPageBytes)), size(bytes) {}
+struct GatherOutput {
+  explicit GatherOutput(uint64_t bytes)
+      : pages(Mapping::shared(2 * bytes + kPageBytes)), size(bytes) {}
 
   std::span<std::byte> values() const { return pages.bytes().first(size); }
   std::span<std::byte> times() const { return pages.bytes().subspan(size, size); }
@@ -48,7 +49,7 @@ struct Written {
 };
 
 // Puts the bytes of one rank, `uses` times.
-void put_all(Gather& gather, const std::vector<Put>& puts, const Written& to, int uses) {
+void put_all(Gather& gather, const std::vector<Put>& puts, const GatherOutput& to, int uses) {
   const auto write = [&](uint64_t at, std::span<const std::byte> bytes) { to.add(at, bytes); };
   for (int i = 0; i < uses; ++i) {
     for (const Put& put : puts) {
@@ -60,7 +61,7 @@ void put_all(Gather& gather, const std::vector<Put>& puts, const Written& to, in
   }
 }
 
-void expect_written(const Puts& puts, const Written& written, int uses) {
+void expect_written(const Puts& puts, const GatherOutput& written, int uses) {
   std::vector<int> expected(written.size);
   for (const auto& of_rank : puts) {
     for (const Put& put : of_rank) {
@@ -82,7 +83,7 @@ uint64_t gathered(const Puts& puts, uint64_t size, int uses = 1) {
   SharedBoard board(world, clock);
   SharedGather shared(world, kPartBytes);
   EXPECT_EQ(shared.slot_bytes(), kPageBytes);
-  const Written written(size);
+  const GatherOutput written(size);
   run_workers(world, [&](int rank) {
     Gather gather(shared, board, rank, rank);
     put_all(gather, puts[static_cast<size_t>(rank)], written, uses);
@@ -162,7 +163,7 @@ TEST(Gather, ProcessesMapTheMemoryByItsAddress) {
   const Puts puts = rows_of(3, 3 * 70, 300);
   SharedBoard board(3, clock);
   const SharedGather shared(3, kPartBytes);
-  const Written written(3 * 70 * 300);
+  const GatherOutput written(3 * 70 * 300);
   EXPECT_FALSE(SharedGather::open(shared.address(), 2, kPartBytes).has_value())
       << "its size is that of 3 ranks";
   const std::string path = shared.address().substr(0, shared.address().rfind('#'));
@@ -181,7 +182,7 @@ TEST(Gather, ProcessesMapTheMemoryByItsAddress) {
       gather.commit(ledger);
       board.barrier(rank);
       put_all(gather, puts[static_cast<size_t>(rank)], written, 1);
-      _exit(ledger.held()[Purpose::staging] == kPartBytes ? 0 : 1);
+      _exit(ledger.footprint()[Purpose::staging] == kPartBytes ? 0 : 1);
     }
     children.push_back(child);
   }
@@ -203,10 +204,10 @@ TEST(Gather, EachRankIsChargedItsPartAsStaging) {
     {
       Gather gather(shared, board, rank, rank);
       gather.commit(ledger);
-      EXPECT_EQ(ledger.held()[Purpose::staging], kPartBytes);
-      EXPECT_EQ(ledger.held().total(), kPartBytes);
+      EXPECT_EQ(ledger.footprint()[Purpose::staging], kPartBytes);
+      EXPECT_EQ(ledger.footprint().total(), kPartBytes);
     }
-    EXPECT_EQ(ledger.held(), Footprint{});
+    EXPECT_EQ(ledger.footprint(), Footprint{});
     Ledger tight(kPartBytes - 1);
     Gather gather(shared, board, rank, rank);
     EXPECT_THROW(gather.commit(tight), Error);

@@ -28,38 +28,38 @@ TEST(OwnReport, IsWrittenToTheMemoryOfTheWatcher) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   const SelfReports& table = SelfReports::make_in(pages.bytes());
   const Variable variable(pages.path());
-  OwnReport own;
-  own.begin([] { return kGiB; });
-  own.reporter().add(Purpose::staging, 77);
+  OwnReport report;
+  report.begin([] { return kGiB; });
+  report.reporter().add(Purpose::staging, 77);
   EXPECT_EQ(table.pids[0].load(), getpid());
-  EXPECT_EQ(table.reports[0].held[static_cast<size_t>(Purpose::staging)].load(), 77U);
+  EXPECT_EQ(table.reports[0].held_bytes[static_cast<size_t>(Purpose::staging)].load(), 77U);
   EXPECT_EQ(table.reports[0].baseline_bytes + table.reports[0].retained_heap_bytes, kGiB);
 }
 
 TEST(OwnReport, WithoutAWatcherNothingIsReadOrReported) {
   unsetenv(kWatchVariable);
-  OwnReport own;
-  own.begin(no_baseline);
-  own.reporter().add(Purpose::staging, 77);
+  OwnReport report;
+  report.begin(no_baseline);
+  report.reporter().add(Purpose::staging, 77);
 }
 
 TEST(OwnReport, MemoryWithoutATableIsLeftAlone) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   const Variable variable(pages.path());
-  OwnReport own;
-  own.begin(no_baseline);
-  own.reporter().add(Purpose::staging, 77);
+  OwnReport report;
+  report.begin(no_baseline);
+  report.reporter().add(Purpose::staging, 77);
   const auto bytes = pages.bytes();
   EXPECT_TRUE(
-      std::all_of(bytes.begin(), bytes.end(), [](std::byte one) { return one == std::byte{0}; }));
+      std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; }));
 }
 
 TEST(OwnReport, AnyOtherPathIsIgnored) {
   for (const char* const path : {"", "/dev/null", "/proc/self/fd/999", "relative/x"}) {
     const Variable variable(path);
-    OwnReport own;
-    own.begin(no_baseline);
-    own.reporter().add(Purpose::staging, 77);
+    OwnReport report;
+    report.begin(no_baseline);
+    report.reporter().add(Purpose::staging, 77);
   }
 }
 

@@ -230,8 +230,8 @@ class Supervisor {
     if (WIFSIGNALED(status)) {
       const int signal = WTERMSIG(status);
       if (signal == SIGKILL) {
-        if (const std::string how = options_.out_of_memory(); !how.empty()) {
-          return blame(Category::no_memory, rank, "was killed for lack of memory: " + how);
+        if (const std::string reason = options_.out_of_memory(); !reason.empty()) {
+          return blame(Category::no_memory, rank, "was killed for lack of memory: " + reason);
         }
       }
       const Error error =

@@ -30,13 +30,13 @@ namespace {
 using Body = std::function<void(SharedBoard& board, int rank)>;
 
 // Memory shared by the test and the ranks of a run.
-struct Shared {
+struct SharedState {
   std::atomic<pid_t> pid[4];
   std::atomic<int> ran;
   std::atomic<int> decisions;
 };
 
-class Supervised : public testing::Test {
+class SupervisedRun : public testing::Test {
  protected:
   // Returns the error of a run, or nullopt. Expects that no child process is left.
   std::optional<Error> failure_of(int ranks, const Body& body,
@@ -76,10 +76,10 @@ class Supervised : public testing::Test {
     EXPECT_NE(std::string(failure->what()).find(blame.text), std::string::npos) << failure->what();
   }
 
-  Shared& shared() { return *reinterpret_cast<Shared*>(mapping_.bytes().data()); }
+  SharedState& shared() { return *reinterpret_cast<SharedState*>(mapping_.bytes().data()); }
 
   SteadyClock clock_;
-  Mapping mapping_ = Mapping::shared(sizeof(Shared));
+  Mapping mapping_ = Mapping::shared(sizeof(SharedState));
 };
 
 // Sends heartbeats until another rank has failed, then throws.
@@ -104,7 +104,7 @@ char state_of(pid_t pid) {
   return name_end == std::string::npos ? '?' : line.at(name_end + 2);
 }
 
-TEST_F(Supervised, ReturnsWhenAllBodiesReturn) {
+TEST_F(SupervisedRun, ReturnsWhenAllBodiesReturn) {
   for (const int ranks : {1, 2, 4}) {
     shared().ran = 0;
     const auto failure =
@@ -114,7 +114,7 @@ TEST_F(Supervised, ReturnsWhenAllBodiesReturn) {
   }
 }
 
-TEST_F(Supervised, RanksAreNamedProcessesThatPostResults) {
+TEST_F(SupervisedRun, RanksAreNamedProcessesThatPostResults) {
   SharedBoard board(3, clock_);
   run_ranks(board, clock_, [&](int rank) {
     std::string name;
@@ -130,7 +130,7 @@ TEST_F(Supervised, RanksAreNamedProcessesThatPostResults) {
   }
 }
 
-TEST_F(Supervised, ARanksErrorIsThrownWithItsRank) {
+TEST_F(SupervisedRun, ARanksErrorIsThrownWithItsRank) {
   const auto failure = failure_of(3, [](SharedBoard& board, int rank) {
     if (rank != 1) live_on(board, rank);
     fail(Category::io, "the disk is gone", {.file = "a.safetensors", .offset = 5});
@@ -142,7 +142,7 @@ TEST_F(Supervised, ARanksErrorIsThrownWithItsRank) {
   EXPECT_EQ(failure->facts().offset, 5U);
 }
 
-TEST_F(Supervised, OtherExceptionsGetACategory) {
+TEST_F(SupervisedRun, OtherExceptionsGetACategory) {
   const auto category_of = [&](const std::function<void()>& thrower) {
     const auto failure = failure_of(2, [&](SharedBoard& board, int rank) {
       if (rank == 0) live_on(board, rank);
@@ -156,14 +156,14 @@ TEST_F(Supervised, OtherExceptionsGetACategory) {
   EXPECT_EQ(category_of([] { throw 5; }), Category::internal);
 }
 
-TEST_F(Supervised, AKilledRankIsNamedWithItsPid) {
+TEST_F(SupervisedRun, AKilledRankIsNamedWithItsPid) {
   expect_blame(3, {2, Category::peer, "killed by signal 9"}, [](SharedBoard& board, int rank) {
     if (rank != 2) live_on(board, rank);
     raise(SIGKILL);
   });
 }
 
-TEST_F(Supervised, AnOomKillIsNomem) {
+TEST_F(SupervisedRun, AnOomKillIsNomem) {
   const SuperviseOptions options{.out_of_memory = [] { return "oom_kill 1 in /a"; }};
   const auto killed_by = [](int signal) {
     return [signal](SharedBoard& board, int rank) {
@@ -175,7 +175,7 @@ TEST_F(Supervised, AnOomKillIsNomem) {
   expect_blame(2, {1, Category::peer, "killed by signal 15"}, killed_by(SIGTERM), options);
 }
 
-TEST_F(Supervised, ALongStopIsBlamedOnTheStoppedRank) {
+TEST_F(SupervisedRun, ALongStopIsBlamedOnTheStoppedRank) {
   const int64_t begin = clock_.now_ns();
   expect_blame(2, {0, Category::peer, "is stopped"},
                [](SharedBoard& board, int rank) {
@@ -188,7 +188,7 @@ TEST_F(Supervised, ALongStopIsBlamedOnTheStoppedRank) {
 }
 
 // Must fail if `stop_grace_ns` is ignored.
-TEST_F(Supervised, AShortStopIsTolerated) {
+TEST_F(SupervisedRun, AShortStopIsTolerated) {
   const auto failure =
       failure_of(2,
                  [this](SharedBoard& board, int rank) {
@@ -208,7 +208,7 @@ TEST_F(Supervised, AShortStopIsTolerated) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, ARankThatExitsEarlyIsNamed) {
+TEST_F(SupervisedRun, ARankThatExitsEarlyIsNamed) {
   const auto leaves_with = [](int code) {
     return [code](SharedBoard& board, int rank) {
       if (rank != 1) live_on(board, rank);
@@ -220,7 +220,7 @@ TEST_F(Supervised, ARankThatExitsEarlyIsNamed) {
 }
 
 // The rank claims the board's only failure record and never fills it.
-TEST_F(Supervised, ARankThatDiesInsideItsReportIsNamed) {
+TEST_F(SupervisedRun, ARankThatDiesInsideItsReportIsNamed) {
   void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(nothing, MAP_FAILED);
   expect_blame(2, {1, Category::peer, "rank 1"}, [&](SharedBoard& board, int rank) {
@@ -231,7 +231,7 @@ TEST_F(Supervised, ARankThatDiesInsideItsReportIsNamed) {
   munmap(nothing, kPageBytes);
 }
 
-TEST_F(Supervised, ASilentRankHasStalled) {
+TEST_F(SupervisedRun, ASilentRankHasStalled) {
   expect_blame(2, {1, Category::stall, "made no progress"},
                [](SharedBoard& board, int rank) {
                  if (rank == 0) board.barrier(rank);
@@ -258,7 +258,7 @@ TEST_F(Supervised, ASilentRankHasStalled) {
   _exit(3);
 }
 
-TEST_F(Supervised, AStallNamesTheFileAndTheOffset) {
+TEST_F(SupervisedRun, AStallNamesTheFileAndTheOffset) {
   const TempDir directory;
   const std::string path = directory.path() + "/model-00001.safetensors";
   std::ofstream(path) << "slow";
@@ -271,14 +271,14 @@ TEST_F(Supervised, AStallNamesTheFileAndTheOffset) {
 }
 
 // While the kernel commits its memory, a rank sends no heartbeats, but its size changes.
-TEST_F(Supervised, ARankWhoseMemoryGrowsHasNotStalled) {
+TEST_F(SupervisedRun, ARankWhoseMemoryGrowsHasNotStalled) {
   const auto failure = failure_of(1,
                                   [this](SharedBoard&, int) {
                                     Ledger ledger;
-                                    std::vector<Buffer> held;
+                                    std::vector<Buffer> buffers;
                                     const int64_t until = clock_.now_ns() + 1500 * kNsPerMs;
                                     while (clock_.now_ns() < until) {
-                                      held.push_back(ledger.charge(Purpose::shards, 64 * kKiB));
+                                      buffers.push_back(ledger.charge(Purpose::shards, 64 * kKiB));
                                       clock_.sleep_ns(10 * kNsPerMs);
                                     }
                                   },
@@ -287,7 +287,7 @@ TEST_F(Supervised, ARankWhoseMemoryGrowsHasNotStalled) {
 }
 
 // The second silence begins after heartbeats, so it must not be compared with the first.
-TEST_F(Supervised, TwoSilencesBelowTwiceTheLimitAreNoStall) {
+TEST_F(SupervisedRun, TwoSilencesBelowTwiceTheLimitAreNoStall) {
   const auto failure = failure_of(1,
                                   [this](SharedBoard& board, int rank) {
                                     for (int silence = 0; silence < 2; ++silence) {
@@ -299,7 +299,7 @@ TEST_F(Supervised, TwoSilencesBelowTwiceTheLimitAreNoStall) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, ARankInABarrierHasNotStalled) {
+TEST_F(SupervisedRun, ARankInABarrierHasNotStalled) {
   const auto failure = failure_of(2,
                                   [this](SharedBoard& board, int rank) {
                                     const int64_t until = clock_.now_ns() + 1200 * kNsPerMs;
@@ -313,7 +313,7 @@ TEST_F(Supervised, ARankInABarrierHasNotStalled) {
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
-TEST_F(Supervised, ASignalToTheLauncherEndsTheRun) {
+TEST_F(SupervisedRun, ASignalToTheLauncherEndsTheRun) {
   for (const auto& [signal, category] :
        {std::pair{SIGTERM, Category::preempted}, {SIGINT, Category::cancelled}}) {
     struct sigaction before {};
@@ -332,7 +332,7 @@ TEST_F(Supervised, ASignalToTheLauncherEndsTheRun) {
 }
 
 // Runs with a grace period; `decisions` counts the launcher's calls of `grace_ns`.
-class InGrace : public Supervised {
+class InGrace : public SupervisedRun {
  protected:
   SuperviseOptions with_grace(int64_t grace_ns) {
     return {.grace_ns = [=, this] {
@@ -413,7 +413,7 @@ TEST_F(InGrace, SigintEndsTheRun) {
   EXPECT_EQ(failure->category(), Category::cancelled) << failure->what();
 }
 
-TEST_F(Supervised, ARankThatDoesNotExitIsKilled) {
+TEST_F(SupervisedRun, ARankThatDoesNotExitIsKilled) {
   const int64_t begin = clock_.now_ns();
   const auto failure = failure_of(2, [](SharedBoard&, int rank) {
     if (rank == 0) fail(Category::io, "broken");
@@ -425,7 +425,7 @@ TEST_F(Supervised, ARankThatDoesNotExitIsKilled) {
   EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
 }
 
-TEST_F(Supervised, AnExceptionOfTheTickEndsTheRun) {
+TEST_F(SupervisedRun, AnExceptionOfTheTickEndsTheRun) {
   int ticks = 0;
   SharedBoard board(2, clock_);
   const SuperviseOptions options{.tick = [&] {
@@ -439,7 +439,7 @@ TEST_F(Supervised, AnExceptionOfTheTickEndsTheRun) {
 }
 
 // The read end reports end of file when the last process that holds the write end has ended.
-TEST_F(Supervised, RanksDieWithTheLauncher) {
+TEST_F(SupervisedRun, RanksDieWithTheLauncher) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   const pid_t launcher = fork();

@@ -126,7 +126,7 @@ Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
 }
 
 std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {
-  const std::vector<Stored>& tensors = manifest_.tensors;
+  const std::vector<StoredTensor>& tensors = manifest_.tensors;
   const auto name_of = [&](uint32_t i) -> std::string_view { return tensors[i].spec.fqn; };
   // Sorted on demand, because an identity recipe looks up no names.
   if (by_name_.empty()) by_name_ = sorted_by_name(tensors.size(), name_of);
@@ -137,7 +137,7 @@ uint32_t RecipeBuilder::require_stored(std::string_view name, std::string_view e
   const auto found = find_stored(name);
   if (found) return *found;
   std::vector<std::string> names;
-  for (const Stored& s : manifest_.tensors) names.push_back(s.spec.fqn);
+  for (const StoredTensor& s : manifest_.tensors) names.push_back(s.spec.fqn);
   fail(Category::mismatch, fmt::format("{}{}", error, nearest_hint(name, names)),
        {.tensor = std::string(name)});
 }
@@ -148,7 +148,7 @@ uint32_t RecipeBuilder::stored(std::string_view name) {
 }
 
 uint32_t RecipeBuilder::stored(uint32_t tensor) {
-  const Stored& stored = manifest_.tensors[tensor];
+  const StoredTensor& stored = manifest_.tensors[tensor];
   used_[tensor] = true;
   return push({.op = Op::stored,
                .dtype = stored.spec.dtype,
@@ -159,7 +159,7 @@ uint32_t RecipeBuilder::stored(uint32_t tensor) {
 
 uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
   if (in.empty()) refuse("'cat' without inputs");
-  Node made = along(Op::cat, dim, in[0]);
+  Node result = along(Op::cat, dim, in[0]);
   int64_t total = 0;
   for (const uint32_t id : in) {
     std::vector<int64_t> rest = along(Op::cat, dim, id).shape;
@@ -169,45 +169,45 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
              fmt::format("{} + {}", total, rest[at(dim)]));
     }
     total = *sum;
-    rest[at(dim)] = made.shape[at(dim)];
-    if (rest != made.shape || node(id).dtype != made.dtype) {
+    rest[at(dim)] = result.shape[at(dim)];
+    if (rest != result.shape || node(id).dtype != result.dtype) {
       refuse(fmt::format("'cat' along dim {} of tensors that differ in dtype or another dim", dim),
-             tensor_text(made.dtype, made.shape), tensor_text(node(id).dtype, node(id).shape));
+             tensor_text(result.dtype, result.shape), tensor_text(node(id).dtype, node(id).shape));
     }
   }
-  made.shape[at(dim)] = total;
-  made.in = std::move(in);
-  return push(std::move(made));
+  result.shape[at(dim)] = total;
+  result.in = std::move(in);
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
   if (in.empty()) refuse("'stack' without inputs");
-  Node made{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
+  Node result{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   for (const uint32_t id : in) {
-    if (node(id).shape != made.shape || node(id).dtype != made.dtype) {
+    if (node(id).shape != result.shape || node(id).dtype != result.dtype) {
       refuse("'stack' of tensors that differ in dtype or shape",
-             tensor_text(made.dtype, made.shape), tensor_text(node(id).dtype, node(id).shape));
+             tensor_text(result.dtype, result.shape), tensor_text(node(id).dtype, node(id).shape));
     }
   }
-  if (dim < 0 || static_cast<size_t>(dim) > made.shape.size()) {
+  if (dim < 0 || static_cast<size_t>(dim) > result.shape.size()) {
     refuse("'stack' along a dim that its output does not have",
-           fmt::format("a dim in [0, {}]", made.shape.size()), fmt::format("{}", dim));
+           fmt::format("a dim in [0, {}]", result.shape.size()), fmt::format("{}", dim));
   }
-  made.shape.insert(made.shape.begin() + dim, static_cast<int64_t>(in.size()));
-  made.in = std::move(in);
-  return push(std::move(made));
+  result.shape.insert(result.shape.begin() + dim, static_cast<int64_t>(in.size()));
+  result.in = std::move(in);
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::slice(int dim, int64_t start, int64_t stop, uint32_t in) {
-  Node made = along(Op::slice, dim, in);
-  made.in = {in};
-  made.arg = {start};
-  int64_t& size = made.shape[at(dim)];
+  Node result = along(Op::slice, dim, in);
+  result.in = {in};
+  result.arg = {start};
+  int64_t& size = result.shape[at(dim)];
   if (start < 0 || stop < start || stop > size) {
     refuse(fmt::format("'slice' [{}, {}) of a dim of size {}", start, stop, size));
   }
   size = stop - start;
-  return push(std::move(made));
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::permute(std::vector<int64_t> dims, uint32_t in) {
@@ -220,32 +220,32 @@ uint32_t RecipeBuilder::permute(std::vector<int64_t> dims, uint32_t in) {
     refuse("'permute' does not name each dim once", shape_text(all) + " in any order",
            shape_text(dims));
   }
-  Node made{.op = Op::permute, .dtype = node(in).dtype, .in = {in}, .arg = std::move(dims)};
-  for (const int64_t d : made.arg) made.shape.push_back(node(in).shape[at(d)]);
-  return push(std::move(made));
+  Node result{.op = Op::permute, .dtype = node(in).dtype, .in = {in}, .arg = std::move(dims)};
+  for (const int64_t d : result.arg) result.shape.push_back(node(in).shape[at(d)]);
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::gather(int dim, std::vector<int64_t> index, uint32_t in) {
-  Node made = along(Op::gather, dim, in);
-  made.in = {in};
-  int64_t& size = made.shape[at(dim)];
+  Node result = along(Op::gather, dim, in);
+  result.in = {in};
+  int64_t& size = result.shape[at(dim)];
   for (const int64_t i : index) {
     if (i < 0 || i >= size) {
       refuse(fmt::format("'gather' of index {} from a dim of size {}", i, size));
     }
   }
   size = static_cast<int64_t>(index.size());
-  made.arg = std::move(index);
-  return push(std::move(made));
+  result.arg = std::move(index);
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::reshape(std::vector<int64_t> shape, uint32_t in) {
-  Node made{.op = Op::reshape, .dtype = node(in).dtype, .in = {in}, .shape = std::move(shape)};
-  if (require_countable(made) != numel_of(node(in).shape)) {
+  Node result{.op = Op::reshape, .dtype = node(in).dtype, .in = {in}, .shape = std::move(shape)};
+  if (require_countable(result) != numel_of(node(in).shape)) {
     refuse("'reshape' changes the number of elements", shape_text(node(in).shape),
-           shape_text(made.shape));
+           shape_text(result.shape));
   }
-  return push(std::move(made));
+  return push(std::move(result));
 }
 
 uint32_t RecipeBuilder::init(InitRule rule, double std, std::vector<int64_t> shape, DType dtype) {
@@ -273,24 +273,25 @@ uint32_t RecipeBuilder::caller(uint32_t ordinal, std::vector<int64_t> shape, DTy
 
 void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> dtype, Role role) {
   if (fqn.empty()) refuse("a target has an empty name");
-  const Node& made = node(root);
-  const DType wanted = dtype.value_or(made.dtype);
-  const bool has_numbers = is_castable(made.dtype) || made.is_scaled;
-  if (wanted != made.dtype && !(is_castable(wanted) && has_numbers)) {
+  const Node& root_node = node(root);
+  const DType wanted = dtype.value_or(root_node.dtype);
+  const bool has_numbers = is_castable(root_node.dtype) || root_node.is_scaled;
+  if (wanted != root_node.dtype && !(is_castable(wanted) && has_numbers)) {
     const char* expected = !is_castable(wanted) ? "a cast to float32, bfloat16 or float16"
-                           : is_fp8_code(made.dtype)
+                           : is_fp8_code(root_node.dtype)
                                ? "a scale for each stored tensor of FP8 codes"
                                : "a cast from float32, bfloat16, float16 or FP8 codes with scales";
     fail(Category::unsupported,
-         fmt::format("a cast from {} to {}", torch_name(made.dtype), torch_name(wanted)),
+         fmt::format("a cast from {} to {}", torch_name(root_node.dtype), torch_name(wanted)),
          {.tensor = fqn, .expected = expected});
   }
-  recipe_.targets.push_back({{std::move(fqn), role, wanted, made.shape}, root});
+  recipe_.targets.push_back({{std::move(fqn), role, wanted, root_node.shape}, root});
 }
 
-void RecipeBuilder::alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as) {
+void RecipeBuilder::alias(std::string fqn, std::string target_fqn,
+                          std::optional<uint32_t> stored_as) {
   if (fqn.empty()) refuse("a target has an empty name");
-  aliases_.push_back({std::move(fqn), std::move(of), stored_as});
+  aliases_.push_back({std::move(fqn), std::move(target_fqn), stored_as});
 }
 
 void RecipeBuilder::unused(std::string_view name) {
@@ -304,31 +305,31 @@ void RecipeBuilder::resolve_aliases() {
   const auto name_of = [this](uint32_t t) -> std::string_view {
     return recipe_.targets[t].spec.fqn;
   };
-  const std::vector<uint32_t> made = sorted_by_name(recipe_.targets.size(), name_of);
+  const std::vector<uint32_t> sorted = sorted_by_name(recipe_.targets.size(), name_of);
   for (Alias& alias : aliases_) {
-    const auto found = find_name(made, alias.of, name_of);
+    const auto found = find_name(sorted, alias.target_fqn, name_of);
     if (!found) {
       fail(Category::mismatch,
            fmt::format("an alias of '{}', which is itself an alias or not a target",
-                       printable(alias.of)),
+                       printable(alias.target_fqn)),
            {.tensor = alias.fqn});
     }
     resolve(std::move(alias), *found);
   }
 }
 
-void RecipeBuilder::resolve(Alias alias, uint32_t of) {
-  const Target named = recipe_.targets[of];
+void RecipeBuilder::resolve(Alias alias, uint32_t target_index) {
+  const Target named = recipe_.targets[target_index];
   const DType dtype = node(named.root).dtype;
   const bool is_scaled = node(named.root).is_scaled;
   TensorSpec spec = named.spec;
   spec.fqn = std::move(alias.fqn);
-  Node made{.op = Op::alias, .dtype = dtype, .from = of, .shape = spec.shape};
+  Node result{.op = Op::alias, .dtype = dtype, .from = target_index, .shape = spec.shape};
   if (alias.stored_as) {
     const Node& read = node(*alias.stored_as);
     const bool alike = read.dtype == dtype && read.is_scaled == is_scaled;
     if (unties_) {
-      // A tensor with another dtype, or with scales where `of` has none, is loaded as stored.
+      // A tensor with another dtype, or with scales where the target has none, is loaded as stored.
       const std::optional<DType> cast = alike ? std::optional(spec.dtype) : std::nullopt;
       return target(std::move(spec.fqn), *alias.stored_as, cast, spec.role);
     }
@@ -337,14 +338,14 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
            fmt::format("a tensor that is tied to '{}' has another shape or dtype, or only one of "
                        "them has scales; --untie, or in Python a model built with "
                        "tie_word_embeddings=False, loads both",
-                       printable(alias.of)),
+                       printable(alias.target_fqn)),
            {.tensor = spec.fqn,
             .expected = scaled_text(dtype, spec.shape, is_scaled),
             .got = scaled_text(read.dtype, read.shape, read.is_scaled)});
     }
-    made.in = {*alias.stored_as};
+    result.in = {*alias.stored_as};
   }
-  const uint32_t root = push(std::move(made));
+  const uint32_t root = push(std::move(result));
   recipe_.targets.push_back({std::move(spec), root});
 }
 
@@ -371,9 +372,9 @@ Recipe RecipeBuilder::finish() {
     }
     used_[tensor] = true;
   }
-  for (const Node& made : recipe_.nodes) {
-    if (made.op == Op::stored && made.is_scaled) {
-      used_[manifest_.tensors[made.from].scale->tensor] = true;
+  for (const Node& leaf : recipe_.nodes) {
+    if (leaf.op == Op::stored && leaf.is_scaled) {
+      used_[manifest_.tensors[leaf.from].scale->tensor] = true;
     }
   }
   for (size_t i = 0; i < used_.size(); ++i) {

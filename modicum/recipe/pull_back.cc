@@ -139,10 +139,10 @@ class Reshape {
 
   // Splits the stretch over the group's `to` dims, beginning with `d`.
   void split(size_t g, size_t d, const Stretch& stretch, const Box& out) {
-    const Group& of = groups_[g];
-    if (d == of.to_end) return group(g + 1, out);
+    const Group& current = groups_[g];
+    if (d == current.to_end) return group(g + 1, out);
     const auto& [lo, hi, step] = stretch;
-    const int64_t inner = product_of(std::span(to_).subspan(d + 1, of.to_end - (d + 1)));
+    const int64_t inner = product_of(std::span(to_).subspan(d + 1, current.to_end - (d + 1)));
     for (int64_t from = lo; from < hi;) {
       const int64_t row = from / inner;
       const bool whole = from % inner == 0 && hi - from >= inner;

@@ -22,10 +22,10 @@ int64_t inner_of(const std::vector<int64_t>& shape, int dim) {
 
 // A row-major element index, split at one dim of size `size`: the index within the dim, and the
 // linear indices over the dims outside (`outer`) and inside it (`inner`).
-struct Around {
+struct SplitIndex {
   int64_t outer, index, inner, inner_size;
 };
-Around around(const std::vector<int64_t>& shape, int dim, int64_t element) {
+SplitIndex around(const std::vector<int64_t>& shape, int dim, int64_t element) {
   const int64_t inner = inner_of(shape, dim);
   const int64_t size = shape[at(dim)];
   return {element / (inner * size), element / inner % size, element % inner, inner};
@@ -33,7 +33,7 @@ Around around(const std::vector<int64_t>& shape, int dim, int64_t element) {
 
 bool is_stored(const Manifest& manifest, std::string_view name) {
   return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
-                     [&](const Stored& s) { return s.spec.fqn == name; });
+                     [&](const StoredTensor& s) { return s.spec.fqn == name; });
 }
 
 // --- usual names of heads and embeddings ---
@@ -52,7 +52,7 @@ std::vector<std::string> usual_embedding(const Manifest& manifest) {
   static constexpr std::array<std::array<std::string_view, 2>, 2> kUsual = {
       {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
   std::vector<std::string> found;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const std::string_view name = stored.spec.fqn;
     for (const auto& [layer, embedding] : kUsual) {
       const size_t at = name.find(layer);
@@ -96,7 +96,7 @@ class DTypeRule {
 
   // The dtype that the rule gives to target `fqn`, which has `dtype` so far. `is_scaled`: its root
   // has FP8 codes with scales.
-  DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
+  DType dtype_of(const std::string& fqn, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
     if (keeps(fqn)) return DType::f32;
     return dtype_.value_or(dtype);
@@ -126,10 +126,10 @@ class DTypeRule {
 // not become targets.
 std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
   std::vector<bool> spent(manifest.tensors.size());
-  for (const Stored& codes : manifest.tensors) {
+  for (const StoredTensor& codes : manifest.tensors) {
     if (!codes.scale) continue;
     const DType dtype = codes.spec.dtype;
-    if (rule.of(codes.spec.fqn, dtype, true) != dtype) spent[codes.scale->tensor] = true;
+    if (rule.dtype_of(codes.spec.fqn, dtype, true) != dtype) spent[codes.scale->tensor] = true;
   }
   return spent;
 }
@@ -139,9 +139,9 @@ std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) 
 Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties,
                        const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
-  std::vector<const NamedTie*> meant;  // the ties whose `of` is stored
+  std::vector<const NamedTie*> meant;  // the ties whose `target` is stored
   for (const NamedTie& tie : ties) {
-    if (is_stored(manifest, tie.of)) meant.push_back(&tie);
+    if (is_stored(manifest, tie.target)) meant.push_back(&tie);
   }
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     if (!left_out.empty() && left_out[i]) continue;
@@ -152,11 +152,11 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties,
     if (tie == meant.end()) {
       builder.target(spec.fqn, stored, std::nullopt, spec.role);
     } else {
-      builder.alias(spec.fqn, (*tie)->of, stored);
+      builder.alias(spec.fqn, (*tie)->target, stored);
     }
   }
   for (const NamedTie* tie : meant) {
-    if (!is_stored(manifest, tie->name)) builder.alias(tie->name, tie->of);
+    if (!is_stored(manifest, tie->name)) builder.alias(tie->name, tie->target);
   }
   return builder.finish();
 }
@@ -164,7 +164,7 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties,
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) {
   std::vector<std::string> embeddings;
   std::vector<std::string> heads;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const std::string& name = stored.spec.fqn;
     if (name == "wte.weight" || name == "transformer.wte.weight" ||
         is_called(name, "embed_tokens.weight")) {
@@ -191,7 +191,7 @@ void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& ke
   rule.require_match(recipe);
   for (Target& target : recipe.targets) {
     const bool is_scaled = recipe.nodes[target.root].is_scaled;
-    target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
+    target.spec.dtype = rule.dtype_of(target.spec.fqn, target.spec.dtype, is_scaled);
   }
   // An alias has the dtype of its target.
   for (Target& target : recipe.targets) {
@@ -265,7 +265,7 @@ ElementSource element_source(const Recipe& recipe, uint32_t id, int64_t element)
     case Op::alias: return element_source(recipe, recipe.targets[node.from].root, element);
     case Op::reshape: return through(node.in[0], element, numel_of(node.shape) - element);
     case Op::cat: {
-      Around a = in_dim();
+      SplitIndex a = in_dim();
       size_t k = 0;
       while (a.index >= input_shape(k)[at(node.dim)]) a.index -= input_shape(k++)[at(node.dim)];
       const int64_t size = input_shape(k)[at(node.dim)];
@@ -273,13 +273,13 @@ ElementSource element_source(const Recipe& recipe, uint32_t id, int64_t element)
                      (size - a.index) * a.inner_size - a.inner);
     }
     case Op::stack: {
-      const Around a = in_dim();
+      const SplitIndex a = in_dim();
       return through(node.in[at(a.index)], a.outer * a.inner_size + a.inner,
                      a.inner_size - a.inner);
     }
     case Op::slice:
     case Op::gather: {
-      const Around a = in_dim();
+      const SplitIndex a = in_dim();
       const int64_t index = node.op == Op::slice ? a.index + node.arg[0] : node.arg[at(a.index)];
       const int64_t size = input_shape(0)[at(node.dim)];
       return through(node.in[0], (a.outer * size + index) * a.inner_size + a.inner,

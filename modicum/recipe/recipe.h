@@ -105,17 +105,19 @@ class RecipeBuilder {
   // any other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
-  // The target `of` may be added later. Node `stored_as` must have the shape of `of`, the dtype of
-  // the root of `of`, and scales if and only if that root has scales; the load compares its values
-  // with the values of `of`. With `unties`, none of these conditions applies.
-  void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
+  // The target `target_fqn` may be added later. Node `stored_as` must have the shape of
+  // `target_fqn`, the dtype of the root of `target_fqn`, and scales if and only if that root has
+  // scales; the load compares its values with the values of `target_fqn`. With `unties`, none of
+  // these conditions applies.
+  void alias(std::string fqn, std::string target_fqn,
+             std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);  // unknown: MISMATCH with the nearest name
   Recipe finish();
   const Node& node(uint32_t id) const;  // `id` was returned by this builder
 
  private:
   struct Alias {
-    std::string fqn, of;
+    std::string fqn, target_fqn;
     std::optional<uint32_t> stored_as;
   };
   std::optional<uint32_t> find_stored(std::string_view name);
@@ -126,7 +128,7 @@ class RecipeBuilder {
   // UNSUPPORTED if it has more than 8 dims.
   Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
-  void resolve(Alias alias, uint32_t of);
+  void resolve(Alias alias, uint32_t target_index);
   void refuse_equal_names() const;
 
   const Manifest& manifest_;
@@ -137,16 +139,17 @@ class RecipeBuilder {
   std::vector<Alias> aliases_;
 };
 
-// Two names of one tensor, of which the manifest has one or both. `name` becomes an alias of `of`.
+// Two names of one tensor, of which the manifest has one or both. `name` becomes an alias of
+// `target`.
 struct NamedTie {
-  std::string name, of;
+  std::string name, target;
 
   bool operator==(const NamedTie&) const = default;
 };
 
 // Every stored tensor unchanged, under its own name, in the manifest's order. Each tie is an alias;
-// if its name is stored too, it is compared. A tie whose `of` is not stored is ignored. Without the
-// stored tensors that `left_out` marks; empty: with all.
+// if its name is stored too, it is compared. A tie whose `target` is not stored is ignored. Without
+// the stored tensors that `left_out` marks; empty: with all.
 Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {},
                        const std::vector<bool>& left_out = {});
 

@@ -15,7 +15,7 @@ Manifest stored_tensors() {
   Manifest manifest;
   manifest.files.push_back({.name = "model.safetensors", .header_bytes = 8});
   const auto add = [&](const char* fqn, DType dtype, std::vector<int64_t> shape) {
-    Stored stored{.spec = {.fqn = fqn, .dtype = dtype, .shape = std::move(shape)}};
+    StoredTensor stored{.spec = {.fqn = fqn, .dtype = dtype, .shape = std::move(shape)}};
     const uint64_t begin = manifest.tensors.empty() ? 8 : manifest.tensors.back().at.end;
     stored.at = {.file = 0,
                  .begin = begin,

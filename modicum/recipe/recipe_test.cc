@@ -123,17 +123,17 @@ uint32_t random_op(RecipeBuilder& builder, uint32_t in, std::mt19937& random,
     }
     default: {
       const int64_t numel = numel_of(shape);
-      std::vector<int64_t> made;
+      std::vector<int64_t> sizes;
       int64_t left = numel;
       while (left > 1) {
         int64_t factor = 1 + static_cast<int64_t>(random() % static_cast<unsigned>(left));
         while (left % factor != 0) ++factor;
-        made.push_back(factor);
+        sizes.push_back(factor);
         left /= factor;
-        if (made.size() == 4) break;
+        if (sizes.size() == 4) break;
       }
-      made.push_back(left);
-      return builder.reshape(made, in);
+      sizes.push_back(left);
+      return builder.reshape(sizes, in);
     }
   }
 }

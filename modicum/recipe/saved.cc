@@ -15,7 +15,7 @@ constexpr uint64_t kPoint = 0x0b4d'9a3c'71e5'2f87;
 
 // The elements that targets take from a stored tensor. Each of its elements is taken exactly once
 // if count and fingerprint equal the whole tensor's (see Powers).
-struct Taken {
+struct TakenElements {
   uint64_t count = 0;
   uint64_t fingerprint = 0;
   std::optional<DType> dtype;  // of the saved elements; empty if no target takes any
@@ -78,7 +78,7 @@ class Form {
     const DType dtype = saved_dtype(t);
     for (const uint32_t s : stored_under(recipe_, root)) {
       uses_.push_back({t, s});
-      Taken& taken = taken_[s];
+      TakenElements& taken = taken_[s];
       if (taken.dtype && *taken.dtype != dtype) kept_[s] = false;
       taken.dtype = dtype;
       const std::optional<BlockScale>& scale = manifest_.tensors[s].scale;
@@ -99,7 +99,7 @@ class Form {
     });
   }
 
-  void add(Taken& taken, const Runs& runs) const {
+  void add(TakenElements& taken, const Runs& runs) const {
     if (runs.numel() == 0) return;
     const auto length = static_cast<uint64_t>(runs.length);
     const auto count = static_cast<uint64_t>(runs.count);
@@ -111,7 +111,7 @@ class Form {
 
   bool is_whole(uint32_t s) const {
     const auto numel = static_cast<uint64_t>(numel_of(manifest_.tensors[s].spec.shape));
-    const Taken& taken = taken_[s];
+    const TakenElements& taken = taken_[s];
     if (!taken.dtype || taken.count != numel) return false;
     return numel == 0 || taken.fingerprint == powers_.sum(0, 1, numel);
   }
@@ -171,8 +171,8 @@ class Form {
   const Manifest& manifest_;
   const SavedOptions& options_;
   const Powers powers_{kPoint};
-  std::vector<Taken> taken_;  // by stored tensor
-  std::vector<bool> kept_;    // by stored tensor: whether it is restored
+  std::vector<TakenElements> taken_;  // by stored tensor
+  std::vector<bool> kept_;            // by stored tensor: whether it is restored
   std::vector<Use> uses_;
   std::set<uint32_t> spent_;          // scales of codes that are dequantised
   std::set<uint32_t> needed_;         // scales of codes that are not
@@ -182,9 +182,9 @@ class Form {
 
 // Rebuilds a recipe over the saved tensors. An unchanged target becomes a leaf; the nodes of all
 // other targets are copied.
-class Rebuilt {
+class RecipeRebuilder {
  public:
-  Rebuilt(const Recipe& recipe, const Manifest& manifest, const Manifest& saved)
+  RecipeRebuilder(const Recipe& recipe, const Manifest& manifest, const Manifest& saved)
       : recipe_(recipe), manifest_(manifest), saved_(saved), copies_(recipe.nodes.size(), kNone) {
     for (uint32_t s = 0; s < saved.tensors.size(); ++s) {
       by_name_.emplace_back(saved.tensors[s].spec.fqn, s);
@@ -193,27 +193,27 @@ class Rebuilt {
   }
 
   Recipe run(const SavedForm& form) {
-    made_.targets = recipe_.targets;
+    result_.targets = recipe_.targets;
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
-      Target& target = made_.targets[t];
+      Target& target = result_.targets[t];
       if (recipe_.is_alias(t)) continue;
       target.root = form.as_target[t] ? leaf(target.spec.fqn) : copy(target.root);
     }
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
-      if (recipe_.is_alias(t)) made_.targets[t].root = alias(t, form.as_target[t]);
+      if (recipe_.is_alias(t)) result_.targets[t].root = alias(t, form.as_target[t]);
     }
     for (const SavedTensor& tensor : form.tensors) {
-      if (tensor.is_copied) made_.unused.push_back(place_of(tensor.spec.fqn));
+      if (tensor.is_copied) result_.unused.push_back(place_of(tensor.spec.fqn));
     }
-    std::sort(made_.unused.begin(), made_.unused.end());
-    made_.nodes.shrink_to_fit();
-    return std::move(made_);
+    std::sort(result_.unused.begin(), result_.unused.end());
+    result_.nodes.shrink_to_fit();
+    return std::move(result_);
   }
 
  private:
   uint32_t push(Node node) {
-    made_.nodes.push_back(std::move(node));
-    return static_cast<uint32_t>(made_.nodes.size() - 1);
+    result_.nodes.push_back(std::move(node));
+    return static_cast<uint32_t>(result_.nodes.size() - 1);
   }
 
   uint32_t place_of(std::string_view name) const {
@@ -239,7 +239,7 @@ class Rebuilt {
       return copies_[id];
     }
     for (uint32_t& input : node.in) input = copy(input);
-    if (!node.in.empty()) node.dtype = made_.nodes[node.in[0]].dtype;
+    if (!node.in.empty()) node.dtype = result_.nodes[node.in[0]].dtype;
     node.is_scaled = false;
     copies_[id] = push(std::move(node));
     return copies_[id];
@@ -252,7 +252,7 @@ class Rebuilt {
     } else if (recipe_.is_compared(t)) {
       node.in = {copy(node.in[0])};
     }
-    node.dtype = made_.nodes[made_.targets[node.from].root].dtype;
+    node.dtype = result_.nodes[result_.targets[node.from].root].dtype;
     node.is_scaled = false;
     return push(std::move(node));
   }
@@ -261,8 +261,8 @@ class Rebuilt {
   const Manifest& manifest_;
   const Manifest& saved_;
   std::vector<std::pair<std::string_view, uint32_t>> by_name_;  // sorted
-  std::vector<uint32_t> copies_;  // by node: its index in made_, or kNone
-  Recipe made_;
+  std::vector<uint32_t> copies_;  // by node: its index in result_, or kNone
+  Recipe result_;
 };
 
 }  // namespace
@@ -273,7 +273,7 @@ SavedForm saved_form(const Recipe& recipe, const Manifest& manifest, const Saved
 
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,
                     const Manifest& saved) {
-  return Rebuilt(recipe, manifest, saved).run(form);
+  return RecipeRebuilder(recipe, manifest, saved).run(form);
 }
 
 }  // namespace modicum

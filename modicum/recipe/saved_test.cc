@@ -64,8 +64,8 @@ void prove(const Recipe& recipe, const Manifest& manifest, const SavedForm& form
     }
   }
   for (const SavedTensor& tensor : form.tensors) {
-    const auto held = static_cast<int64_t>(sources[tensor.spec.fqn].size());
-    EXPECT_EQ(held, tensor.is_copied ? 0 : numel_of(tensor.spec.shape)) << tensor.spec.fqn;
+    const auto numel = static_cast<int64_t>(sources[tensor.spec.fqn].size());
+    EXPECT_EQ(numel, tensor.is_copied ? 0 : numel_of(tensor.spec.shape)) << tensor.spec.fqn;
   }
 }
 

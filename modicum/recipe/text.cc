@@ -14,13 +14,13 @@ namespace {
 constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // as in InitRule
 
 // A parsed node. The keys that its op needs are not yet checked.
-struct Written {
+struct WrittenNode {
   std::string op, rule, dtype;
-  std::optional<std::string> name, of;
+  std::optional<std::string> name, target;
   std::optional<int64_t> dim, start, stop;
   std::optional<double> std;
   std::vector<int64_t> dims, index, shape;
-  std::vector<Written> in;
+  std::vector<WrittenNode> in;
 };
 
 std::string all_op_names() {
@@ -37,15 +37,15 @@ std::vector<int64_t> read_integers(JsonValue& value) {
   return numbers;
 }
 
-Written read_node(JsonValue& value) {
-  Written node;
+WrittenNode read_node(JsonValue& value) {
+  WrittenNode node;
   value.object([&](std::string_view key, JsonValue& v) {
     if (key == "op")
       node.op = v.string();
     else if (key == "name")
       node.name = v.string();
     else if (key == "of")
-      node.of = v.string();
+      node.target = v.string();
     else if (key == "rule")
       node.rule = v.string();
     else if (key == "dtype")
@@ -78,7 +78,7 @@ class Reading {
  public:
   Reading(const Manifest& manifest, bool unties) : builder_(manifest, unties) {}
 
-  void target(const std::string& fqn, const Written& node) {
+  void target(const std::string& fqn, const WrittenNode& node) {
     try {
       if (node.op == "alias") return alias(fqn, node);
       const uint32_t root = build(node);
@@ -94,7 +94,7 @@ class Reading {
   RecipeBuilder& builder() { return builder_; }
 
  private:
-  static std::optional<DType> dtype_of(const Written& node) {
+  static std::optional<DType> dtype_of(const WrittenNode& node) {
     if (node.dtype.empty()) return std::nullopt;
     const auto dtype = dtype_from_torch_name(node.dtype);
     if (!dtype) {
@@ -105,12 +105,13 @@ class Reading {
   }
 
   template <typename T>
-  static const T& need(const std::optional<T>& value, const Written& node, std::string_view key) {
+  static const T& need(const std::optional<T>& value, const WrittenNode& node,
+                       std::string_view key) {
     if (!value) fail(Category::mismatch, fmt::format("'{}' lacks its '{}'", node.op, key));
     return *value;
   }
 
-  uint32_t only_input(const Written& node) {
+  uint32_t only_input(const WrittenNode& node) {
     if (node.in.size() != 1) {
       fail(Category::mismatch, fmt::format("'{}' takes one input", node.op),
            {.expected = "1", .got = fmt::format("{}", node.in.size())});
@@ -120,7 +121,7 @@ class Reading {
 
   // A cast applies to a whole target, so only its root may have a dtype. `init` and `caller` state
   // the dtype of the elements that they produce.
-  uint32_t input(const Written& node) {
+  uint32_t input(const WrittenNode& node) {
     if (!node.dtype.empty() && node.op != "init" && node.op != "caller") {
       fail(Category::mismatch,
            fmt::format("'{}' inside another op has a 'dtype'", printable(node.op)),
@@ -129,17 +130,17 @@ class Reading {
     return build(node);
   }
 
-  void alias(const std::string& fqn, const Written& node) {
+  void alias(const std::string& fqn, const WrittenNode& node) {
     if (!node.dtype.empty()) {
       fail(Category::mismatch, "an alias has a 'dtype'",
            {.expected = "no dtype: an alias has its target's", .got = printable(node.dtype)});
     }
-    const std::string& of = need(node.of, node, "of");
-    if (node.in.empty()) return builder_.alias(fqn, of);
-    builder_.alias(fqn, of, only_input(node));
+    const std::string& target_fqn = need(node.target, node, "of");
+    if (node.in.empty()) return builder_.alias(fqn, target_fqn);
+    builder_.alias(fqn, target_fqn, only_input(node));
   }
 
-  uint32_t init(const Written& node) {
+  uint32_t init(const WrittenNode& node) {
     for (size_t rule = 0; rule < kRules.size(); ++rule) {
       if (node.rule != kRules[rule]) continue;
       const auto kind = static_cast<InitRule>(rule);
@@ -150,7 +151,7 @@ class Reading {
          {.expected = fmt::format("{}", fmt::join(kRules, ", "))});
   }
 
-  uint32_t build(const Written& node) {
+  uint32_t build(const WrittenNode& node) {
     const auto dim = [&] {
       return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), INT_MIN, INT_MAX));
     };
@@ -158,7 +159,7 @@ class Reading {
       return builder_.stored(std::string_view(need(node.name, node, "name")));
     if (node.op == "cat" || node.op == "stack") {
       std::vector<uint32_t> in;
-      for (const Written& each : node.in) in.push_back(input(each));
+      for (const WrittenNode& each : node.in) in.push_back(input(each));
       return node.op == "cat" ? builder_.cat(dim(), std::move(in))
                               : builder_.stack(dim(), std::move(in));
     }
@@ -247,7 +248,7 @@ Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties
           has_targets = true;
           value.object([&](std::string_view fqn, JsonValue& node) {
             const std::string name(fqn);
-            Written written;
+            WrittenNode written;
             naming_tensor(name, [&] { written = read_node(node); });
             reading.target(name, written);
           });

@@ -60,8 +60,8 @@ void read_timeline(JsonValue& value, ReadDocument& to) {
       member.array([&](JsonValue& phase) { read_phase(phase, to); });
     } else if (key == "tracks") {
       member.array([&](JsonValue& track) {
-        track.object([&](std::string_view of, JsonValue& owners) {
-          if (of != "owners") return;
+        track.object([&](std::string_view track_key, JsonValue& owners) {
+          if (track_key != "owners") return;
           owners.object([&](std::string_view owner, JsonValue& bytes) {
             add_owner(bytes, to, to.owners[printable(owner)]);
           });
@@ -77,9 +77,9 @@ ReadDocument read_document(std::string_view text) {
     root.object([&](std::string_view key, JsonValue& value) {
       if (key == "timeline") read_timeline(value, to);
       if (key != "peak") return;
-      value.object([&](std::string_view of, JsonValue& member) {
-        if (of == "bytes") to.peak_bytes = bytes_in(member);
-        if (of == "cause") to.cause = printable(member.string());
+      value.object([&](std::string_view peak_key, JsonValue& member) {
+        if (peak_key == "bytes") to.peak_bytes = bytes_in(member);
+        if (peak_key == "cause") to.cause = printable(member.string());
       });
     });
   });
@@ -91,18 +91,18 @@ ReadDocument read_document(std::string_view text) {
        {.file = name, .expected = "the output of `modicum watch --json`", .got = std::move(got)});
 }
 
-void require_whole(const ReadDocument& of, const std::string& name) {
-  if (!of.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
-  for (const size_t length : of.lengths) {
-    if (length == of.t_s.size()) continue;
+void require_whole(const ReadDocument& document, const std::string& name) {
+  if (!document.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
+  for (const size_t length : document.lengths) {
+    if (length == document.t_s.size()) continue;
     refuse(name, "an owner needs one number per sample",
-           fmt::format("{} numbers for {} samples", length, of.t_s.size()));
+           fmt::format("{} numbers for {} samples", length, document.t_s.size()));
   }
 }
 
-std::vector<uint64_t> totals_of(const ReadDocument& of) {
-  std::vector<uint64_t> totals(of.t_s.size());
-  for (const auto& [owner, bytes] : of.owners) {
+std::vector<uint64_t> totals_of(const ReadDocument& document) {
+  std::vector<uint64_t> totals(document.t_s.size());
+  for (const auto& [owner, bytes] : document.owners) {
     for (size_t s = 0; s < totals.size(); ++s) totals[s] = saturating_add(totals[s], bytes[s]);
   }
   return totals;
@@ -170,9 +170,9 @@ void rows_member(JsonWriter& out, const char* name, const Bytes& a, const Bytes&
   out.end_array();
 }
 
-void run_member(JsonWriter& out, const char* key, const WatchedRun& of) {
-  out.key(key).begin_object().member("file", of.name).member("peak_bytes", of.peak_bytes);
-  out.member("cause", of.peak_cause).end_object();
+void run_member(JsonWriter& out, const char* key, const WatchedRun& run) {
+  out.key(key).begin_object().member("file", run.name).member("peak_bytes", run.peak_bytes);
+  out.member("cause", run.peak_cause).end_object();
 }
 
 void name_member(JsonWriter& out, const char* key, const std::string& name) {
@@ -201,7 +201,8 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   if (totals.empty()) return run;
   const auto peak = std::max_element(totals.begin(), totals.end()) - totals.begin();
   for (const auto& [owner, bytes] : read.owners) {
-    if (const uint64_t held = bytes[static_cast<size_t>(peak)]; held > 0) run.owners[owner] = held;
+    if (const uint64_t owner_bytes = bytes[static_cast<size_t>(peak)]; owner_bytes > 0)
+      run.owners[owner] = owner_bytes;
   }
   for (const ReadDocument::Phase& phase : read.phases) {
     for (size_t s = 0; s < totals.size(); ++s) {

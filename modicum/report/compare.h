@@ -33,7 +33,7 @@ struct RunComparison {
   std::string phase() const;
   std::string sentence() const;
 };
-std::string comparison_json(const RunComparison& of);
-std::string comparison_text(const RunComparison& of);
+std::string comparison_json(const RunComparison& comparison);
+std::string comparison_text(const RunComparison& comparison);
 
 }  // namespace modicum

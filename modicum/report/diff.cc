@@ -16,11 +16,13 @@ std::string place_text(int64_t index, const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(place, ", "));
 }
 
-std::string dtype_text(const DiffReport::Difference& of) {
-  std::string text = fmt::format(" {} vs {}; ", of.dtype_a, of.dtype_b);
-  if (of.rounded_to.empty()) return text + "values not compared";
-  if (of.count == 0) return text + fmt::format("equal after rounding to {}", of.rounded_to);
-  return text + fmt::format("{} value(s) differ after rounding to {}", of.count, of.rounded_to);
+std::string dtype_text(const DiffReport::Difference& difference) {
+  std::string text = fmt::format(" {} vs {}; ", difference.dtype_a, difference.dtype_b);
+  if (difference.rounded_to.empty()) return text + "values not compared";
+  if (difference.count == 0)
+    return text + fmt::format("equal after rounding to {}", difference.rounded_to);
+  return text + fmt::format("{} value(s) differ after rounding to {}", difference.count,
+                            difference.rounded_to);
 }
 
 }  // namespace
@@ -31,18 +33,22 @@ std::string diff_json(const DiffReport& report) {
   out.member("tensors_compared", report.tensors).member("bytes_compared", report.bytes);
   compared_members(out, report.with_record);
   out.key("differences").begin_array();
-  for (const DiffReport::Difference& of : report.differences) {
-    out.begin_object().member("tensor", of.tensor).member("kind", of.kind);
-    out.member("first_index", of.first_index).member("count", of.count);
-    if (of.kind == "dtype") {
-      const bool is_compared = !of.rounded_to.empty();
-      out.member("a", of.dtype_a).member("b", of.dtype_b).member("compared", is_compared);
+  for (const DiffReport::Difference& difference : report.differences) {
+    out.begin_object().member("tensor", difference.tensor).member("kind", difference.kind);
+    out.member("first_index", difference.first_index).member("count", difference.count);
+    if (difference.kind == "dtype") {
+      const bool is_compared = !difference.rounded_to.empty();
+      out.member("a", difference.dtype_a)
+          .member("b", difference.dtype_b)
+          .member("compared", is_compared);
       if (is_compared) {
-        out.member("rounded_to", of.rounded_to).member("equal_after_rounding", of.count == 0);
+        out.member("rounded_to", difference.rounded_to)
+            .member("equal_after_rounding", difference.count == 0);
       }
     }
-    if (of.largest) {
-      out.member("largest_difference", *of.largest).member("largest_index", of.largest_index);
+    if (difference.largest) {
+      out.member("largest_difference", *difference.largest)
+          .member("largest_index", difference.largest_index);
     }
     out.end_object();
   }
@@ -51,16 +57,17 @@ std::string diff_json(const DiffReport& report) {
 
 std::string diff_text(const DiffReport& report) {
   std::string text;
-  for (const DiffReport::Difference& of : report.differences) {
-    text += fmt::format("{}: {}", printable(of.tensor), of.kind);
-    if (of.kind == "values") {
-      text += fmt::format(", {} element(s), the first is {}", of.count, of.first_index);
-    } else if (of.kind == "dtype") {
-      text += dtype_text(of);
+  for (const DiffReport::Difference& difference : report.differences) {
+    text += fmt::format("{}: {}", printable(difference.tensor), difference.kind);
+    if (difference.kind == "values") {
+      text +=
+          fmt::format(", {} element(s), the first is {}", difference.count, difference.first_index);
+    } else if (difference.kind == "dtype") {
+      text += dtype_text(difference);
     }
-    if (of.largest) {
-      text += fmt::format(", the largest difference is {:.6g} at {}", *of.largest,
-                          place_text(of.largest_index, of.shape));
+    if (difference.largest) {
+      text += fmt::format(", the largest difference is {:.6g} at {}", *difference.largest,
+                          place_text(difference.largest_index, difference.shape));
     }
     text += '\n';
   }

@@ -21,19 +21,19 @@ std::vector<ChildProcess> sharers_of(const Program& program) {
   return sharers;
 }
 
-void finding_object(JsonWriter& out, const Finding& of) {
-  out.begin_object().member("id", of.id).key("value");
-  std::visit([&out](const auto& value) { out.value(value); }, of.value);
-  if (of.limit_bytes) out.member("limit_bytes", *of.limit_bytes);
-  if (of.limit_count) out.member("limit_count", *of.limit_count);
-  out.member("severity", severity_name(of.severity));
-  out.member("summary", of.summary).member("advice", of.advice).end_object();
+void finding_object(JsonWriter& out, const Finding& finding) {
+  out.begin_object().member("id", finding.id).key("value");
+  std::visit([&out](const auto& value) { out.value(value); }, finding.value);
+  if (finding.limit_bytes) out.member("limit_bytes", *finding.limit_bytes);
+  if (finding.limit_count) out.member("limit_count", *finding.limit_count);
+  out.member("severity", severity_name(finding.severity));
+  out.member("summary", finding.summary).member("advice", finding.advice).end_object();
 }
 
 std::string count_text(const std::vector<Finding>& findings) {
   const auto count = [&](Severity severity) {
     return std::count_if(findings.begin(), findings.end(),
-                         [&](const Finding& of) { return of.severity == severity; });
+                         [&](const Finding& finding) { return finding.severity == severity; });
   };
   const auto dangers = count(Severity::danger);
   const auto warnings = count(Severity::warning);
@@ -78,7 +78,7 @@ std::string doctor_json(const DoctorFacts& facts) {
     out.end_array();
   }
   out.key("findings").begin_array();
-  for (const Finding& of : findings_of(facts)) finding_object(out, of);
+  for (const Finding& finding : findings_of(facts)) finding_object(out, finding);
   return out.end_array().end_object().text();
 }
 
@@ -88,13 +88,13 @@ std::string doctor_text(const DoctorFacts& facts, bool verbose) {
                                                  printable(facts.program->name))
                                    : "this machine";
   text += fmt::format(": {}\n\n", count_text(findings));
-  for (const Finding& of : findings) {
+  for (const Finding& finding : findings) {
     constexpr std::array<std::string_view, 3> kLabels = {"info", "WARNING", "DANGER"};
-    text +=
-        fmt::format("{:<8} {}: {}\n", kLabels[static_cast<size_t>(of.severity)], of.id, of.summary);
-    if (of.id == "fork_exposure") text += sharers_text(*facts.program);
-    if (verbose || of.severity != Severity::info)
-      text += fmt::format("         -> {}\n", of.advice);
+    text += fmt::format("{:<8} {}: {}\n", kLabels[static_cast<size_t>(finding.severity)],
+                        finding.id, finding.summary);
+    if (finding.id == "fork_exposure") text += sharers_text(*facts.program);
+    if (verbose || finding.severity != Severity::info)
+      text += fmt::format("         -> {}\n", finding.advice);
   }
   return text;
 }

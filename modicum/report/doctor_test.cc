@@ -34,7 +34,7 @@ DoctorFacts training() {
 
 const Finding& find(const std::vector<Finding>& findings, std::string_view id) {
   const auto found = std::find_if(findings.begin(), findings.end(),
-                                  [&](const Finding& of) { return of.id == id; });
+                                  [&](const Finding& finding) { return finding.id == id; });
   if (found == findings.end()) fail(Category::internal, "no finding " + std::string(id));
   return *found;
 }
@@ -42,30 +42,30 @@ const Finding& find(const std::vector<Finding>& findings, std::string_view id) {
 // A finding as "SEVERITY VALUE" or "SEVERITY VALUE of LIMIT"; values from 2^20 on in MiB.
 std::string text_of(const DoctorFacts& facts, std::string_view id) {
   const std::vector<Finding> findings = findings_of(facts);
-  const Finding& of = find(findings, id);
+  const Finding& finding = find(findings, id);
   const auto number = [](uint64_t n) {
     return n < kMiB ? std::to_string(n) : std::to_string(n / kMiB) + "M";
   };
-  const uint64_t* const bytes = std::get_if<uint64_t>(&of.value);
-  std::string text = std::string(severity_name(of.severity)) + " " +
-                     (bytes != nullptr ? number(*bytes) : std::get<std::string>(of.value));
-  if (of.limit_bytes) text += " of " + number(*of.limit_bytes);
-  if (of.limit_count) text += " of " + std::to_string(*of.limit_count);
+  const uint64_t* const bytes = std::get_if<uint64_t>(&finding.value);
+  std::string text = std::string(severity_name(finding.severity)) + " " +
+                     (bytes != nullptr ? number(*bytes) : std::get<std::string>(finding.value));
+  if (finding.limit_bytes) text += " of " + number(*finding.limit_bytes);
+  if (finding.limit_count) text += " of " + std::to_string(*finding.limit_count);
   return text;
 }
 
 bool has(const DoctorFacts& facts, std::string_view id) {
   const std::vector<Finding> findings = findings_of(facts);
   return std::any_of(findings.begin(), findings.end(),
-                     [&](const Finding& of) { return of.id == id; });
+                     [&](const Finding& finding) { return finding.id == id; });
 }
 
 TEST(Findings, OfAHealthyMachineAreAllInfo) {
   for (const DoctorFacts& facts : {healthy(), training()}) {
-    for (const Finding& of : findings_of(facts)) {
-      EXPECT_EQ(of.severity, Severity::info) << of.id << ": " << of.summary;
-      EXPECT_FALSE(of.summary.empty() || of.advice.empty()) << of.id;
-      EXPECT_EQ((of.summary + of.advice).find('\n'), std::string::npos) << of.id;
+    for (const Finding& finding : findings_of(facts)) {
+      EXPECT_EQ(finding.severity, Severity::info) << finding.id << ": " << finding.summary;
+      EXPECT_FALSE(finding.summary.empty() || finding.advice.empty()) << finding.id;
+      EXPECT_EQ((finding.summary + finding.advice).find('\n'), std::string::npos) << finding.id;
     }
   }
 }
@@ -80,7 +80,7 @@ TEST(Findings, EachLevelOfMemoryIsJudgedByWhatItHasLeft) {
   const std::vector<Finding> findings = findings_of(facts);
   EXPECT_EQ(text_of(facts, "cgroup_memory"), "danger 390M of 400M");
   EXPECT_EQ(std::count_if(findings.begin(), findings.end(),
-                          [](const Finding& of) { return of.id == "cgroup_memory"; }),
+                          [](const Finding& finding) { return finding.id == "cgroup_memory"; }),
             2);
   EXPECT_EQ(findings[0].severity, Severity::danger);
   EXPECT_EQ(findings[1].severity, Severity::warning);

@@ -26,7 +26,7 @@ Severity severity_of_rest(uint64_t rest, uint64_t limit) {
   return rest < limit / 4 ? Severity::warning : Severity::info;
 }
 
-void add_memory(const DoctorFacts& facts, Found& found) {
+void add_memory(const DoctorFacts& facts, Findings& found) {
   for (const MemoryLimit& limit : facts.limits) {
     const bool is_node = !is_of_cgroup(limit);
     found.push_back(
@@ -50,7 +50,7 @@ void add_memory(const DoctorFacts& facts, Found& found) {
   }
 }
 
-void add_charged(const DoctorFacts& facts, Found& found) {
+void add_charged(const DoctorFacts& facts, Findings& found) {
   const MemoryLimit* const limit = tightest(facts);
   if (limit == nullptr) return;
   const std::string_view owner = is_of_cgroup(*limit) ? "the cgroup" : "the node";
@@ -80,7 +80,7 @@ void add_charged(const DoctorFacts& facts, Found& found) {
                              "in /dev/shm and other tmpfs mounts"});
 }
 
-void add_kills(const DoctorFacts& facts, Found& found) {
+void add_kills(const DoctorFacts& facts, Findings& found) {
   if (facts.oom_kills == 0) return;
   found.push_back(
       {.id = "oom_kills",
@@ -91,7 +91,7 @@ void add_kills(const DoctorFacts& facts, Found& found) {
                  "the job fits the limit"});
 }
 
-void add_budget(const DoctorFacts& facts, Found& found) {
+void add_budget(const DoctorFacts& facts, Findings& found) {
   if (!facts.budget_bytes || facts.limits.empty()) return;
   const uint64_t left = available_bytes(facts);
   const bool fits = *facts.budget_bytes <= left;
@@ -107,43 +107,44 @@ void add_budget(const DoctorFacts& facts, Found& found) {
                         "limit, or lower the budget"});
 }
 
-void add_swap(const DoctorFacts& facts, Found& found) {
-  const Settings& of = facts.settings;
-  if (!of.swap_bytes) return;
-  const uint64_t used = *of.swap_bytes - std::min(*of.swap_bytes, of.swap_free_bytes);
-  const bool is_used = used > *of.swap_bytes / 20;
+void add_swap(const DoctorFacts& facts, Findings& found) {
+  const Settings& settings = facts.settings;
+  if (!settings.swap_bytes) return;
+  const uint64_t used =
+      *settings.swap_bytes - std::min(*settings.swap_bytes, settings.swap_free_bytes);
+  const bool is_used = used > *settings.swap_bytes / 20;
   found.push_back(
       {.id = "swap",
        .value = used,
-       .limit_bytes = of.swap_bytes,
+       .limit_bytes = settings.swap_bytes,
        .severity = is_used ? Severity::warning : Severity::info,
-       .summary = *of.swap_bytes == 0 ? std::string("no swap")
-                                      : fmt::format("{} of {} of swap in use",
-                                                    used == 0 ? "none" : format_size(used),
-                                                    format_size(*of.swap_bytes)),
-       .advice = *of.swap_bytes == 0
+       .summary = *settings.swap_bytes == 0 ? std::string("no swap")
+                                            : fmt::format("{} of {} of swap in use",
+                                                          used == 0 ? "none" : format_size(used),
+                                                          format_size(*settings.swap_bytes)),
+       .advice = *settings.swap_bytes == 0
                      ? "nothing to do; without swap, memory over a limit ends a process immediately"
                      : "memory in swap is missing from RSS, and a step waits for the disk: "
                        "`swapoff -a`, or vm.swappiness=0, while training"});
 }
 
-void add_overcommit(const DoctorFacts& facts, Found& found) {
-  const Settings& of = facts.settings;
-  if (!of.overcommit) return;
-  Finding finding{.id = "overcommit", .value = *of.overcommit};
-  if (*of.overcommit == 2) {
-    const uint64_t rest =
-        of.commit_limit_bytes - std::min(of.commit_limit_bytes, of.committed_bytes);
+void add_overcommit(const DoctorFacts& facts, Findings& found) {
+  const Settings& settings = facts.settings;
+  if (!settings.overcommit) return;
+  Finding finding{.id = "overcommit", .value = *settings.overcommit};
+  if (*settings.overcommit == 2) {
+    const uint64_t rest = settings.commit_limit_bytes -
+                          std::min(settings.commit_limit_bytes, settings.committed_bytes);
     const bool is_near = !facts.limits.empty() && rest < available_bytes(facts) / 2;
-    finding.limit_bytes = of.commit_limit_bytes;
+    finding.limit_bytes = settings.commit_limit_bytes;
     finding.severity = is_near ? Severity::danger : Severity::warning;
     finding.summary = fmt::format("strict (2): {} of {} may still be allocated, touched or not",
-                                  format_size(rest), format_size(of.commit_limit_bytes));
+                                  format_size(rest), format_size(settings.commit_limit_bytes));
     finding.advice =
         "mmap and fork fail above it although memory is free: `sysctl vm.overcommit_memory=0`, or "
         "raise vm.overcommit_ratio";
   } else {
-    finding.summary = *of.overcommit == 1 ? "always (1)" : "heuristic (0)";
+    finding.summary = *settings.overcommit == 1 ? "always (1)" : "heuristic (0)";
     finding.advice =
         "nothing to do: memory counts when it is touched, and an allocation that "
         "succeeds does not prove that it fits";
@@ -153,12 +154,12 @@ void add_overcommit(const DoctorFacts& facts, Found& found) {
 
 // ---- settings
 
-void add_locked_memory(const DoctorFacts& facts, Found& found) {
-  const Settings& of = facts.settings;
-  if (!of.locked_memory) return;
-  const uint64_t soft = of.locked_memory->soft;
+void add_locked_memory(const DoctorFacts& facts, Findings& found) {
+  const Settings& settings = facts.settings;
+  if (!settings.locked_memory) return;
+  const uint64_t soft = settings.locked_memory->soft;
   const MemoryLimit* const limit = tightest(facts);
-  const bool is_free = of.locked_memory->is_unlimited() || of.may_lock_all;
+  const bool is_free = settings.locked_memory->is_unlimited() || settings.may_lock_all;
   const bool is_enough = is_free || (limit != nullptr && soft >= limit->limit_bytes);
   Finding finding{.id = "memlock",
                   .value = soft,
@@ -168,46 +169,46 @@ void add_locked_memory(const DoctorFacts& facts, Found& found) {
                       "mlock, and memory registered for RDMA or io_uring, fails above it: "
                       "`ulimit -l unlimited`, docker --ulimit memlock=-1, systemd "
                       "LimitMEMLOCK=infinity"};
-  if (!of.locked_memory->is_unlimited()) finding.limit_bytes = soft;
-  if (of.locked_memory->is_unlimited()) {
+  if (!settings.locked_memory->is_unlimited()) finding.limit_bytes = soft;
+  if (settings.locked_memory->is_unlimited()) {
     finding.value = std::string("unlimited");
     finding.summary = "locked memory is not limited";
-  } else if (of.may_lock_all) {
+  } else if (settings.may_lock_all) {
     finding.summary += ", which does not bind this process (CAP_IPC_LOCK)";
   }
   if (is_enough) finding.advice = "nothing to do";
   found.push_back(std::move(finding));
 }
 
-void add_huge_pages(const DoctorFacts& facts, Found& found) {
-  const Settings& of = facts.settings;
-  if (!of.huge_pages.empty()) {
-    const bool is_never = of.huge_pages == "never";
-    const bool is_always = of.huge_pages == "always";
+void add_huge_pages(const DoctorFacts& facts, Findings& found) {
+  const Settings& settings = facts.settings;
+  if (!settings.huge_pages.empty()) {
+    const bool is_never = settings.huge_pages == "never";
+    const bool is_always = settings.huge_pages == "always";
     found.push_back(
         {.id = "transparent_huge_pages",
-         .value = of.huge_pages,
+         .value = settings.huge_pages,
          .severity = is_never ? Severity::warning : Severity::info,
-         .summary = of.huge_pages,
+         .summary = settings.huge_pages,
          .advice = is_never ? "the first write to new memory is about four times slower: `echo "
                               "madvise > /sys/kernel/mm/transparent_hugepage/enabled`"
                    : is_always
                        ? "memory that is touched sparsely is charged by 2 MiB: madvise avoids it"
                        : "nothing to do: Modicum asks for huge pages where it needs them"});
   }
-  if (of.shmem_huge_pages.empty()) return;
-  const bool has_none = of.shmem_huge_pages == "never" || of.shmem_huge_pages == "deny";
+  if (settings.shmem_huge_pages.empty()) return;
+  const bool has_none = settings.shmem_huge_pages == "never" || settings.shmem_huge_pages == "deny";
   found.push_back({.id = "shmem_huge_pages",
-                   .value = of.shmem_huge_pages,
-                   .summary = of.shmem_huge_pages,
+                   .value = settings.shmem_huge_pages,
+                   .summary = settings.shmem_huge_pages,
                    .advice = has_none ? "memory of fork=\"shared\" has small pages, and is slower "
                                         "to allocate: `echo advise > "
                                         "/sys/kernel/mm/transparent_hugepage/shmem_enabled`"
                                       : "nothing to do"});
 }
 
-void add_shm(const DoctorFacts& facts, Found& found) {
-  const Settings& of = facts.settings;
+void add_shm(const DoctorFacts& facts, Findings& found) {
+  const Settings& settings = facts.settings;
   Finding finding{.id = "shm_size",
                   .value = std::string("none"),
                   .severity = Severity::warning,
@@ -216,21 +217,22 @@ void add_shm(const DoctorFacts& facts, Found& found) {
                       "batches of data-loader workers pass through it; if it is full, a worker "
                       "ends with a bus error: docker --shm-size=16g or --ipc=host; "
                       "Kubernetes: an emptyDir of medium Memory at /dev/shm"};
-  if (of.shm_bytes) {
+  if (settings.shm_bytes) {
     constexpr uint64_t kDockersDefault = 64 * kMiB;
-    const bool is_tiny = *of.shm_bytes <= kDockersDefault || of.shm_free_bytes < kDockersDefault;
-    const bool is_small = of.shm_free_bytes < kGiB;
-    finding.value = *of.shm_bytes - std::min(*of.shm_bytes, of.shm_free_bytes);
-    finding.limit_bytes = of.shm_bytes;
+    const bool is_tiny =
+        *settings.shm_bytes <= kDockersDefault || settings.shm_free_bytes < kDockersDefault;
+    const bool is_small = settings.shm_free_bytes < kGiB;
+    finding.value = *settings.shm_bytes - std::min(*settings.shm_bytes, settings.shm_free_bytes);
+    finding.limit_bytes = settings.shm_bytes;
     finding.severity = is_tiny ? Severity::danger : is_small ? Severity::warning : Severity::info;
-    finding.summary = fmt::format("/dev/shm has {}, {} free", format_size(*of.shm_bytes),
-                                  format_size(of.shm_free_bytes));
+    finding.summary = fmt::format("/dev/shm has {}, {} free", format_size(*settings.shm_bytes),
+                                  format_size(settings.shm_free_bytes));
     if (!is_tiny && !is_small) finding.advice = "nothing to do";
   }
   found.push_back(std::move(finding));
 }
 
-void add_address_space(const DoctorFacts& facts, Found& found) {
+void add_address_space(const DoctorFacts& facts, Findings& found) {
   const auto& limit = facts.settings.address_space;
   if (!limit || limit->is_unlimited()) return;
   found.push_back({.id = "address_space",
@@ -250,7 +252,7 @@ Severity severity_of_count(std::optional<uint64_t> count, uint64_t limit, uint64
   return *count > limit / 2 ? Severity::warning : Severity::info;
 }
 
-void add_mappings(const DoctorFacts& facts, Found& found) {
+void add_mappings(const DoctorFacts& facts, Findings& found) {
   const auto& most = facts.settings.max_map_count;
   if (!most) return;
   constexpr uint64_t kLinuxDefault = 65530;
@@ -269,7 +271,7 @@ void add_mappings(const DoctorFacts& facts, Found& found) {
                      : "mmap and malloc fail above it: `sysctl vm.max_map_count=1048576`"});
 }
 
-void add_open_files(const DoctorFacts& facts, Found& found) {
+void add_open_files(const DoctorFacts& facts, Findings& found) {
   const auto& limit = facts.settings.open_files;
   if (!limit) return;
   constexpr uint64_t kUsual = 4096;
@@ -302,12 +304,12 @@ bool is_large(const DoctorFacts& facts, uint64_t bytes) {
 }
 
 std::vector<Finding> findings_of(const DoctorFacts& facts) {
-  using Rule = void (*)(const DoctorFacts&, Found&);
+  using Rule = void (*)(const DoctorFacts&, Findings&);
   constexpr std::array<Rule, 12> kOfMachine = {add_memory,   add_budget,        add_charged,
                                                add_kills,    add_swap,          add_overcommit,
                                                add_shm,      add_locked_memory, add_huge_pages,
                                                add_mappings, add_open_files,    add_address_space};
-  Found found;
+  Findings found;
   if (facts.program) add_program_findings(facts, found);
   for (const Rule rule : kOfMachine) rule(facts, found);
   std::stable_sort(found.begin(), found.end(),

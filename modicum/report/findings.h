@@ -8,13 +8,13 @@
 
 namespace modicum {
 
-using Found = std::vector<Finding>;
+using Findings = std::vector<Finding>;
 
 // The available bytes of the limit with the fewest available bytes; UINT64_MAX without a limit.
 uint64_t available_bytes(const DoctorFacts& facts);
 // Whether `bytes` is more than 1 GiB or more than a tenth of available_bytes.
 bool is_large(const DoctorFacts& facts, uint64_t bytes);
 // Adds the findings about facts.program, which must be set.
-void add_program_findings(const DoctorFacts& facts, Found& found);
+void add_program_findings(const DoctorFacts& facts, Findings& found);
 
 }  // namespace modicum

@@ -18,7 +18,7 @@ using DTypeSums = std::map<DType, DTypeSum>;
 
 DTypeSums sums_of(const Manifest& manifest) {
   DTypeSums sums;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     DTypeSum& sum = sums[stored.spec.dtype];
     sum.tensors += 1;
     sum.elements += static_cast<uint64_t>(numel_of(stored.spec.shape));
@@ -35,7 +35,7 @@ uint64_t elements_of(const DTypeSums& sums) {
 
 void tensor_objects(const Manifest& manifest, JsonWriter& out) {
   out.key("tensors").begin_array();
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     out.begin_object().member("name", stored.spec.fqn);
     out.member("dtype", torch_name(stored.spec.dtype)).key("shape").begin_array();
     for (const int64_t size : stored.spec.shape) out.value(size);
@@ -94,7 +94,7 @@ std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {
                         format_size(sum.bytes));
   }
   if (verbose) {
-    for (const Stored& stored : manifest.tensors) {
+    for (const StoredTensor& stored : manifest.tensors) {
       text += fmt::format("  {} {} {}\n", printable(stored.spec.fqn), torch_name(stored.spec.dtype),
                           shape_text(stored.spec.shape));
     }

@@ -19,10 +19,10 @@ void rank_object(JsonWriter& out, const Promise& promise, const RankOutcome& ran
   out.end_object();
 }
 
-uint64_t node_kernel_peak(const PromiseAndOutcomes& of, int node) {
-  uint64_t sum = of.launcher_bytes;
-  for (const RankOutcome& rank : of.ranks) {
-    if (of.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
+uint64_t node_kernel_peak(const PromiseAndOutcomes& outcomes, int node) {
+  uint64_t sum = outcomes.launcher_bytes;
+  for (const RankOutcome& rank : outcomes.ranks) {
+    if (outcomes.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
   }
   return sum;
 }
@@ -52,9 +52,9 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {
 
 void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged) {
   out.key("damaged").begin_array();
-  for (const DamagedStep& of : damaged) {
-    out.begin_object().member("step", of.step).member("path", of.path);
-    out.member("reason", of.reason).member("bytes", of.bytes).end_object();
+  for (const DamagedStep& step : damaged) {
+    out.begin_object().member("step", step.step).member("path", step.path);
+    out.member("reason", step.reason).member("bytes", step.bytes).end_object();
   }
   out.end_array();
 }
@@ -73,18 +73,18 @@ void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest)
   out.member("state_digest", text);
 }
 
-void compared_members(JsonWriter& out, const ComparedValues& of) {
-  out.member("compared_bytes", of.bytes).key("not_compared").begin_array();
-  for (const std::string& name : of.not_compared) out.value(name);
+void compared_members(JsonWriter& out, const ComparedValues& compared) {
+  out.member("compared_bytes", compared.bytes).key("not_compared").begin_array();
+  for (const std::string& name : compared.not_compared) out.value(name);
   out.end_array();
 }
 
-std::string compared_text(const ComparedValues& of) {
-  if (of.bytes == 0 && of.not_compared.empty()) return "";
-  std::string text = fmt::format("{} equal the record of the step", format_size(of.bytes));
-  if (!of.not_compared.empty()) {
+std::string compared_text(const ComparedValues& compared) {
+  if (compared.bytes == 0 && compared.not_compared.empty()) return "";
+  std::string text = fmt::format("{} equal the record of the step", format_size(compared.bytes));
+  if (!compared.not_compared.empty()) {
     text += fmt::format("; not or partly compared: {} tensor(s), the first is {}",
-                        of.not_compared.size(), printable(of.not_compared.front()));
+                        compared.not_compared.size(), printable(compared.not_compared.front()));
   }
   return text + "\n";
 }
@@ -103,19 +103,19 @@ std::string budget_text(const std::optional<Budget>& budget) {
   return fmt::format("\nbudget {} per node ({})\n", format_size(budget->bytes), budget->source);
 }
 
-void outcome_members(JsonWriter& out, const PromiseAndOutcomes& of) {
+void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes) {
   out.key("nodes").begin_array();
-  for (int node = 0; node < of.promise.nodes(); ++node) {
-    const uint64_t promised = of.promise.node_peak_bytes(node);
+  for (int node = 0; node < outcomes.promise.nodes(); ++node) {
+    const uint64_t promised = outcomes.promise.node_peak_bytes(node);
     out.begin_object().member("node", node).member("promised_bytes", promised);
     out.member("peak_bytes", promised);  // the key of the promised peak in documents of `plan`
-    out.member("kernel_peak_bytes", node_kernel_peak(of, node));
-    if (of.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *of.cgroup_peak_bytes);
-    out.member("launcher_bytes", of.launcher_bytes);
+    out.member("kernel_peak_bytes", node_kernel_peak(outcomes, node));
+    if (outcomes.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *outcomes.cgroup_peak_bytes);
+    out.member("launcher_bytes", outcomes.launcher_bytes);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
-  for (const RankOutcome& rank : of.ranks) rank_object(out, of.promise, rank);
+  for (const RankOutcome& rank : outcomes.ranks) rank_object(out, outcomes.promise, rank);
   out.end_array();
 }
 
@@ -129,7 +129,7 @@ void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_
   out.end_array();
 }
 
-std::string outcome_text(const PromiseAndOutcomes& of) {
+std::string outcome_text(const PromiseAndOutcomes& outcomes) {
   static constexpr std::string_view kRow = "{:<8} {:>12} {:>12} {:>12} {:>19} {:>12}\n";
   std::string text =
       fmt::format(kRow, "", "predicted", "charged", "measured", "not explained", "page cache");
@@ -140,17 +140,17 @@ std::string outcome_text(const PromiseAndOutcomes& of) {
                         format_size(has.kernel_peak_bytes), unexplained,
                         size_or_nothing(has.page_cache_peak_bytes));
   };
-  for (const RankOutcome& rank : of.ranks) {
-    line(fmt::format("rank {}", rank.rank), of.promise.rank_peak_bytes(rank.rank), rank,
+  for (const RankOutcome& rank : outcomes.ranks) {
+    line(fmt::format("rank {}", rank.rank), outcomes.promise.rank_peak_bytes(rank.rank), rank,
          unexplained_text(rank.unexplained_bytes()));
   }
-  for (int node = 0; node < of.promise.nodes(); ++node) {
-    line(fmt::format("node {}", node), of.promise.node_peak_bytes(node),
-         {.kernel_peak_bytes = node_kernel_peak(of, node)}, "");
+  for (int node = 0; node < outcomes.promise.nodes(); ++node) {
+    line(fmt::format("node {}", node), outcomes.promise.node_peak_bytes(node),
+         {.kernel_peak_bytes = node_kernel_peak(outcomes, node)}, "");
   }
-  if (of.cgroup_peak_bytes) {
+  if (outcomes.cgroup_peak_bytes) {
     text += fmt::format("cgroup   {} at most at one time, page cache included\n",
-                        format_size(*of.cgroup_peak_bytes));
+                        format_size(*outcomes.cgroup_peak_bytes));
   }
   return text;
 }

@@ -21,8 +21,8 @@ std::string warnings_text(std::span<const std::string> warnings);  // a line for
 void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged);
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
 // `compared_bytes` and `not_compared`: the values of a step that were compared with its record.
-void compared_members(JsonWriter& out, const ComparedValues& of);
-std::string compared_text(const ComparedValues& of);  // a line; empty without a record
+void compared_members(JsonWriter& out, const ComparedValues& compared);
+std::string compared_text(const ComparedValues& compared);  // a line; empty without a record
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // an empty line, then one line
 
@@ -33,8 +33,8 @@ struct PromiseAndOutcomes {
   uint64_t launcher_bytes = 0;
   std::optional<uint64_t> cgroup_peak_bytes = std::nullopt;
 };
-void outcome_members(JsonWriter& out, const PromiseAndOutcomes& of);  // `nodes` and `ranks`
-std::string outcome_text(const PromiseAndOutcomes& of);               // a table
+void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes);  // `nodes` and `ranks`
+std::string outcome_text(const PromiseAndOutcomes& outcomes);               // a table
 void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
 
 // A part of a job, which `plan` reports as one phase.
@@ -44,11 +44,11 @@ struct JobPhase {
 };
 std::vector<JobPhase> phases_of(const JobPromise& job);
 
-void timeline_member(JsonWriter& out, const NodeTimeline& of);  // the member `rl` of a node
+void timeline_member(JsonWriter& out, const NodeTimeline& timeline);  // the member `rl` of a node
 // A table of the requested strategy's fullest node; empty without timelines.
 std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
-int fullest_timeline(const StrategyReport& of);
+int fullest_timeline(const StrategyReport& report);
 
 // "the save, or a resume ..., needs X, Y too little". Requires that report.job_fits is false.
 std::string job_shortfall(const PlanReport& report);
@@ -57,7 +57,7 @@ std::string job_shortfall(const PlanReport& report);
 std::string verdict_text(const PlanReport& report);
 // What processes of torch hold in addition to the default of --baseline, on the fullest node.
 std::string baseline_clause(const PlanReport& report);
-void alternative_object(JsonWriter& out, const Alternative& of);
+void alternative_object(JsonWriter& out, const Alternative& alternative);
 // The member `from`, and the sentence in it. Both require report.past and report.budget.
 void past_run_member(JsonWriter& out, const PlanReport& report);
 std::string past_run_sentence(const PlanReport& report);

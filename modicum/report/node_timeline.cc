@@ -11,8 +11,8 @@ namespace {
 
 // Whether the holder has a second copy of the trainer's weights. The reference has other weights:
 // the trainer's differ from them after the first step.
-bool is_copy(const NodeTimeline::Holder& of) {
-  return of.name != "trainer" && of.name != "reference";
+bool is_copy(const NodeTimeline::Holder& holder) {
+  return holder.name != "trainer" && holder.name != "reference";
 }
 
 }  // namespace
@@ -38,9 +38,9 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
   const Promise save = part_of(job.save, Part::save);
   NodeTimeline timeline;
   std::vector<uint64_t> trainer;
-  const auto add_phase = [&](std::string_view name, const Promise& of) {
+  const auto add_phase = [&](std::string_view name, const Promise& load_promise) {
     timeline.phases.push_back(name);
-    trainer.push_back(of.node_peak_bytes(node));
+    trainer.push_back(load_promise.node_peak_bytes(node));
   };
   add_phase("load", load);
   // While the reference model loads, the trainer holds its own parameters, and the load of the
@@ -57,8 +57,8 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
   const auto ranks = static_cast<uint64_t>(
       std::count(load.node_of_rank.begin(), load.node_of_rank.end(), static_cast<uint32_t>(node)));
   const uint64_t shards = load.on_node(node)[Purpose::shards];
-  const auto add_holder = [&](std::string_view name, uint64_t held, std::string_view since) {
-    const uint64_t bytes = held + page_table_bytes(held);
+  const auto add_holder = [&](std::string_view name, uint64_t held_bytes, std::string_view since) {
+    const uint64_t bytes = held_bytes + page_table_bytes(held_bytes);
     std::vector<uint64_t> by_phase(timeline.phases.size(), 0);
     const auto from = std::find(timeline.phases.begin(), timeline.phases.end(), since);
     std::fill(by_phase.begin() + (from - timeline.phases.begin()), by_phase.end(), bytes);
@@ -73,17 +73,17 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
   return timeline;
 }
 
-int fullest_timeline(const StrategyReport& of) {
+int fullest_timeline(const StrategyReport& report) {
   const auto fullest = std::max_element(
-      of.timelines.begin(), of.timelines.end(),
+      report.timelines.begin(), report.timelines.end(),
       [](const NodeTimeline& a, const NodeTimeline& b) { return a.peak_bytes() < b.peak_bytes(); });
-  return static_cast<int>(fullest - of.timelines.begin());
+  return static_cast<int>(fullest - report.timelines.begin());
 }
 
 std::optional<Error> refusal_of_timelines(const PlanReport& report) {
-  const StrategyReport& of = report.requested();
-  const int node = fullest_timeline(of);
-  const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
+  const StrategyReport& strategy = report.requested();
+  const int node = fullest_timeline(strategy);
+  const NodeTimeline& line = strategy.timelines[static_cast<size_t>(node)];
   const size_t phase = line.peak_phase();
   std::vector<Owner> owners;
   for (const NodeTimeline::Holder& holder : line.holders) {
@@ -97,19 +97,19 @@ std::optional<Error> refusal_of_timelines(const PlanReport& report) {
                     *report.budget);
 }
 
-void timeline_member(JsonWriter& out, const NodeTimeline& of) {
-  out.key("rl").begin_object().member("peak_bytes", of.peak_bytes());
-  out.member("peak_phase", of.phases[of.peak_phase()]).key("phases").begin_array();
-  for (size_t i = 0; i < of.phases.size(); ++i) {
-    out.begin_object().member("phase", of.phases[i]).member("bytes", of.bytes_at(i));
+void timeline_member(JsonWriter& out, const NodeTimeline& timeline) {
+  out.key("rl").begin_object().member("peak_bytes", timeline.peak_bytes());
+  out.member("peak_phase", timeline.phases[timeline.peak_phase()]).key("phases").begin_array();
+  for (size_t i = 0; i < timeline.phases.size(); ++i) {
+    out.begin_object().member("phase", timeline.phases[i]).member("bytes", timeline.bytes_at(i));
     out.key("by_holder").begin_object();
-    for (const auto& holder : of.holders) {
+    for (const auto& holder : timeline.holders) {
       if (holder.bytes[i] > 0) out.member(holder.name, holder.bytes[i]);
     }
     out.end_object().end_object();
   }
   out.end_array().key("held_twice").begin_array();
-  for (const auto& holder : of.holders) {
+  for (const auto& holder : timeline.holders) {
     if (!is_copy(holder)) continue;
     out.begin_object().member("holder", holder.name).member("copy_of", "trainer");
     out.member("bytes", holder.bytes.back()).end_object();
@@ -118,12 +118,12 @@ void timeline_member(JsonWriter& out, const NodeTimeline& of) {
 }
 
 std::string timeline_text(const PlanReport& report) {
-  const StrategyReport& of = report.requested();
-  if (of.timelines.empty()) return "";
-  const int node = fullest_timeline(of);
-  const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
+  const StrategyReport& strategy = report.requested();
+  if (strategy.timelines.empty()) return "";
+  const int node = fullest_timeline(strategy);
+  const NodeTimeline& line = strategy.timelines[static_cast<size_t>(node)];
   std::string text =
-      fmt::format("\n{}, node {} by holder and phase\n{:<10}", of.strategy, node, "");
+      fmt::format("\n{}, node {} by holder and phase\n{:<10}", strategy.strategy, node, "");
   for (const std::string_view phase : line.phases) text += fmt::format(" {:>14}", phase);
   for (const auto& holder : line.holders) {
     text += fmt::format("\n{:<10}", holder.name);

@@ -34,8 +34,9 @@ constexpr std::array<OwnerWords, 19> kOwners = {{
 std::span<const OwnerWords> owners_in_words() noexcept { return kOwners; }
 
 std::string owner_words(std::string_view owner) {
-  const auto known = std::find_if(kOwners.begin(), kOwners.end(),
-                                  [owner](const OwnerWords& one) { return one.owner == owner; });
+  const auto known = std::find_if(kOwners.begin(), kOwners.end(), [owner](const OwnerWords& entry) {
+    return entry.owner == owner;
+  });
   if (known != kOwners.end()) return std::string(known->words);
   std::string words(owner);
   std::replace(words.begin(), words.end(), '_', ' ');

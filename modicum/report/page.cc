@@ -7,10 +7,10 @@
 namespace modicum {
 namespace {
 
-std::string replaced(std::string_view text, char of, std::string_view by) {
+std::string replaced(std::string_view text, char from, std::string_view by) {
   std::string result;
   for (const char c : text) {
-    if (c == of) {
+    if (c == from) {
       result += by;
     } else {
       result += c;
@@ -29,11 +29,11 @@ std::string document_of(std::span<const PageRun> runs, const PageText& text) {
   JsonWriter out;
   const auto array_of = [&](std::span<const std::string> texts) {
     out.begin_array();
-    for (const std::string& one : texts) out.value(one);
+    for (const std::string& element : texts) out.value(element);
     out.end_array();
   };
   out.begin_object().key("owners").begin_object();
-  for (const OwnerWords& of : owners_in_words()) out.member(of.owner, of.words);
+  for (const OwnerWords& entry : owners_in_words()) out.member(entry.owner, entry.words);
   out.end_object().member("sentence", text.sentence).key("facts").begin_object();
   for (const PageFact& fact : text.facts) out.member(fact.name, fact.value);
   out.end_object().key("tables").begin_array();

@@ -18,22 +18,22 @@ std::optional<uint64_t> bytes_or_null(JsonValue& value) {
 class PastRunReader {
  public:
   PastRun read(JsonValue& root) {
-    std::optional<uint64_t> held;
+    std::optional<uint64_t> held_bytes;
     root.object([&](std::string_view key, JsonValue& value) {
-      if (key == "peak_bytes") held = bytes_or_null(value);
-      if (key == "limit_bytes") given_ = bytes_or_null(value);
+      if (key == "peak_bytes") held_bytes = bytes_or_null(value);
+      if (key == "limit_bytes") limit_bytes_ = bytes_or_null(value);
       if (key == "killed") read_kill(value);
       if (key == "timeline") read_timeline(value);
-      if (key == "error") held = read_refusal(value);
+      if (key == "error") held_bytes = read_refusal(value);
     });
-    if (!held) {
+    if (!held_bytes) {
       fail(Category::usage, "the document has no peak",
            {.expected = "the output of `watch --json`, or an error BUDGET"});
     }
-    run_.held_bytes = *held;
+    run_.held_bytes = *held_bytes;
     // Takes the first known limit: that of the kill, that of the command (in a refusal: its
     // budget), that of the cgroup, and last the budget in the timeline.
-    for (const auto& limit : {of_kill_, given_, of_group_, of_budget_}) {
+    for (const auto& limit : {of_kill_, limit_bytes_, of_group_, of_budget_}) {
       if (!run_.limit_bytes) run_.limit_bytes = limit;
     }
     return run_;
@@ -66,12 +66,12 @@ class PastRunReader {
       if (key == "expected" && is_number) expected = bytes_or_null(value);
     });
     if (!run_.is_refused) return std::nullopt;
-    given_ = expected;
+    limit_bytes_ = expected;
     return got;
   }
 
   PastRun run_;
-  std::optional<uint64_t> given_, of_kill_, of_group_, of_budget_;
+  std::optional<uint64_t> limit_bytes_, of_kill_, of_group_, of_budget_;
 };
 
 }  // namespace

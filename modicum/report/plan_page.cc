@@ -23,13 +23,13 @@ struct Step {
 // The phases of a load. For a job: the phases of its load, then step and save, then the phases of
 // its resume and step_resumed. A resume also loads; its load phases get the prefix "resume: ", as
 // in "resume: open".
-std::vector<Step> steps_of(const StrategyReport& of) {
+std::vector<Step> steps_of(const StrategyReport& strategy) {
   std::vector<Step> steps;
-  if (!of.job) {
-    for (const Phase& phase : of.promise.phases) steps.push_back({phase.name, phase});
+  if (!strategy.job) {
+    for (const Phase& phase : strategy.promise.phases) steps.push_back({phase.name, phase});
     return steps;
   }
-  for (const JobPhase& part : phases_of(*of.job)) {
+  for (const JobPhase& part : phases_of(*strategy.job)) {
     const bool is_resume = part.name == "resume";
     for (const Phase& phase : part.promise.phases) {
       const bool is_inner = is_resume && phase.name != part.name;
@@ -43,13 +43,13 @@ std::vector<Step> steps_of(const StrategyReport& of) {
 }
 
 // The phases of a timeline, with each rank at its own peak.
-std::vector<Step> steps_of(const StrategyReport& of, const NodeTimeline& line) {
+std::vector<Step> steps_of(const StrategyReport& strategy, const NodeTimeline& line) {
   std::vector<Step> steps;
   for (const std::string_view name : line.phases) {
     const Part part = name == "save"                      ? Part::save
                       : name == "step" || name == "refit" ? Part::step
                                                           : Part::load;
-    const Promise promise = part_of(of.job->save, part);
+    const Promise promise = part_of(strategy.job->save, part);
     Phase phase{std::string(name), {}};
     for (int rank = 0; rank < promise.ranks(); ++rank) {
       phase.of_rank.push_back(promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)]);
@@ -61,13 +61,13 @@ std::vector<Step> steps_of(const StrategyReport& of, const NodeTimeline& line) {
 
 // Ranks of one node that hold equal memory in every phase; for the smallest tracks see tracks_of.
 struct Track {
-  std::vector<int> ranks;       // ascending; empty: the launcher
-  std::vector<Footprint> held;  // sum over the ranks, by phase
-  std::string holder;           // of a timeline; empty: the trainer
+  std::vector<int> ranks;             // ascending; empty: the launcher
+  std::vector<Footprint> footprints;  // sum over the ranks, by phase
+  std::string holder;                 // of a timeline; empty: the trainer
 
   uint64_t most() const {
     uint64_t most = 0;
-    for (const Footprint& of : held) most = std::max(most, of.total());
+    for (const Footprint& footprint : footprints) most = std::max(most, footprint.total());
     return most;
   }
   std::string label() const {
@@ -81,26 +81,28 @@ struct Track {
   }
 };
 
-void add(Track& to, const std::vector<Footprint>& held) {
-  for (size_t i = 0; i < held.size(); ++i) to.held[i] += held[i];
+void add(Track& to, const std::vector<Footprint>& footprints) {
+  for (size_t i = 0; i < footprints.size(); ++i) to.footprints[i] += footprints[i];
 }
 
 // The tracks of a node, the largest first, then the launcher's. Beyond kMostPlanTracks, the
 // smallest ones are merged into one.
-std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& steps, int node) {
+std::vector<Track> tracks_of(const StrategyReport& strategy, const std::vector<Step>& steps,
+                             int node) {
   std::vector<std::pair<std::vector<Footprint>, Track>> distinct;  // one rank's memory, its track
-  for (int rank = 0; rank < of.promise.ranks(); ++rank) {
-    if (!of.promise.is_on(node, rank)) continue;
-    std::vector<Footprint> held;
-    for (const Step& step : steps) held.push_back(step.phase.of_rank[static_cast<size_t>(rank)]);
+  for (int rank = 0; rank < strategy.promise.ranks(); ++rank) {
+    if (!strategy.promise.is_on(node, rank)) continue;
+    std::vector<Footprint> footprints;
+    for (const Step& step : steps)
+      footprints.push_back(step.phase.of_rank[static_cast<size_t>(rank)]);
     auto same = std::find_if(distinct.begin(), distinct.end(),
-                             [&](const auto& one) { return one.first == held; });
+                             [&](const auto& entry) { return entry.first == footprints; });
     if (same == distinct.end()) {
-      distinct.push_back({held, {{}, std::vector<Footprint>(steps.size()), {}}});
+      distinct.push_back({footprints, {{}, std::vector<Footprint>(steps.size()), {}}});
       same = distinct.end() - 1;
     }
     same->second.ranks.push_back(rank);
-    add(same->second, held);
+    add(same->second, footprints);
   }
   std::vector<Track> tracks;
   for (auto& [_, track] : distinct) tracks.push_back(std::move(track));
@@ -108,12 +110,12 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
                    [](const Track& a, const Track& b) { return a.most() > b.most(); });
   for (; tracks.size() > kMostPlanTracks; tracks.pop_back()) {
     Track& last = tracks[tracks.size() - 2];
-    add(last, tracks.back().held);
+    add(last, tracks.back().footprints);
     last.ranks.insert(last.ranks.end(), tracks.back().ranks.begin(), tracks.back().ranks.end());
     std::sort(last.ranks.begin(), last.ranks.end());
   }
   Footprint launcher;
-  launcher[Purpose::process] = of.promise.launcher_bytes;
+  launcher[Purpose::process] = strategy.promise.launcher_bytes;
   tracks.push_back({{}, std::vector<Footprint>(steps.size(), launcher), {}});
   return tracks;
 }
@@ -138,7 +140,7 @@ struct Chart {
     for (const Stack& stack : stacks) {
       for (const Layer& layer : stack.layers) {
         auto same = std::find_if(owners.begin(), owners.end(),
-                                 [&](const Owner& of) { return of.purpose == layer.owner; });
+                                 [&](const Owner& owner) { return owner.purpose == layer.owner; });
         if (same == owners.end()) same = owners.insert(same, {std::string(layer.owner), 0});
         same->bytes = saturating_add(same->bytes, layer.bytes[phase]);
       }
@@ -153,7 +155,7 @@ Chart::Stack stack_of(const Track& track) {
   for (size_t p = 0; p < static_cast<size_t>(Purpose::count); ++p) {
     const auto purpose = static_cast<Purpose>(p);
     Chart::Layer layer{purpose_name(purpose), {}};
-    for (const Footprint& of : track.held) layer.bytes.push_back(of[purpose]);
+    for (const Footprint& footprint : track.footprints) layer.bytes.push_back(footprint[purpose]);
     const auto is_held = [](uint64_t bytes) { return bytes > 0; };
     if (std::any_of(layer.bytes.begin(), layer.bytes.end(), is_held)) {
       stack.layers.push_back(std::move(layer));
@@ -163,13 +165,14 @@ Chart::Stack stack_of(const Track& track) {
 }
 
 // The requested run on a node.
-Chart chart_of(const StrategyReport& of, int node) {
+Chart chart_of(const StrategyReport& strategy, int node) {
   const NodeTimeline* const line =
-      of.timelines.empty() ? nullptr : &of.timelines[static_cast<size_t>(node)];
-  const std::vector<Step> steps = line == nullptr ? steps_of(of) : steps_of(of, *line);
+      strategy.timelines.empty() ? nullptr : &strategy.timelines[static_cast<size_t>(node)];
+  const std::vector<Step> steps = line == nullptr ? steps_of(strategy) : steps_of(strategy, *line);
   Chart chart{.node = node};
   for (const Step& step : steps) chart.phases.push_back(step.name);
-  for (const Track& track : tracks_of(of, steps, node)) chart.stacks.push_back(stack_of(track));
+  for (const Track& track : tracks_of(strategy, steps, node))
+    chart.stacks.push_back(stack_of(track));
   for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
     const NodeTimeline::Holder& holder = line->holders[i];  // of weights and their page tables
     chart.stacks.push_back(
@@ -179,12 +182,12 @@ Chart chart_of(const StrategyReport& of, int node) {
 }
 
 // The forecast for the largest node: one stack for all ranks.
-Chart chart_of(const DeepSpeedForecast& of) {
+Chart chart_of(const DeepSpeedForecast& forecast) {
   Chart chart;
-  Chart::Stack stack{fmt::format("{} rank(s)", of.ranks_of_node), {}};
+  Chart::Stack stack{fmt::format("{} rank(s)", forecast.ranks_of_node), {}};
   const std::span<const std::string_view> phases = DeepSpeedForecast::phases();
   chart.phases.assign(phases.begin(), phases.end());
-  for (const DeepSpeedForecast::Line& line : of.lines) {
+  for (const DeepSpeedForecast::Line& line : forecast.lines) {
     auto same =
         std::find_if(stack.layers.begin(), stack.layers.end(),
                      [&](const Chart::Layer& layer) { return layer.owner == line.purpose; });
@@ -194,7 +197,7 @@ Chart chart_of(const DeepSpeedForecast& of) {
     bool is_held = false;
     for (size_t i = 0; i < phases.size(); ++i) {
       is_held |= phases[i] == line.phase;
-      if (is_held) same->bytes[i] = saturating_add(same->bytes[i], of.on_node(line.bytes));
+      if (is_held) same->bytes[i] = saturating_add(same->bytes[i], forecast.on_node(line.bytes));
     }
   }
   chart.stacks.push_back(std::move(stack));
@@ -258,11 +261,11 @@ std::string verdict_sentence(const PlanReport& report) {
   return sentence.substr(2, sentence.size() - 4);
 }
 
-int drawn_node(const StrategyReport& of) {
-  if (!of.timelines.empty()) return fullest_timeline(of);
-  int node = worst_node(of.promise);
-  for (int other = 0; of.job && other < of.promise.nodes(); ++other) {
-    if (of.job->node_peak_bytes(other) > of.job->node_peak_bytes(node)) node = other;
+int drawn_node(const StrategyReport& strategy) {
+  if (!strategy.timelines.empty()) return fullest_timeline(strategy);
+  int node = worst_node(strategy.promise);
+  for (int other = 0; strategy.job && other < strategy.promise.nodes(); ++other) {
+    if (strategy.job->node_peak_bytes(other) > strategy.job->node_peak_bytes(node)) node = other;
   }
   return node;
 }
@@ -282,8 +285,8 @@ std::vector<PageFact> facts_of(const PlanReport& report, const PageOrigin& origi
 }  // namespace
 
 std::string plan_page(const PlanReport& report, std::string_view title, const PageOrigin& origin) {
-  const StrategyReport& of = report.requested();
-  const int node = drawn_node(of);
+  const StrategyReport& strategy = report.requested();
+  const int node = drawn_node(strategy);
   PageText text{.sentence = verdict_sentence(report), .facts = facts_of(report, origin)};
   std::vector<std::pair<std::string, std::string>> runs;  // their labels and documents
   const bool has_forecast = report.deepspeed && !report.deepspeed->lines.empty();
@@ -295,10 +298,10 @@ std::string plan_page(const PlanReport& report, std::string_view title, const Pa
                                   forecast.version, forecast.stage, forecast.ranks_of_node),
                       document_of(chart_of(forecast), report.budget));
   }
-  if (!has_forecast || of.job) {
-    runs.emplace_back(
-        fmt::format("{}, node {} of {}, predicted", of.strategy, node, of.promise.nodes()),
-        document_of(chart_of(of, node), report.budget));
+  if (!has_forecast || strategy.job) {
+    runs.emplace_back(fmt::format("{}, node {} of {}, predicted", strategy.strategy, node,
+                                  strategy.promise.nodes()),
+                      document_of(chart_of(strategy, node), report.budget));
   }
   std::vector<PageRun> drawn;
   for (const auto& [label, document] : runs) drawn.push_back({label, document});

@@ -19,21 +19,21 @@ bool is_worth_advice(const DoctorFacts& facts, uint64_t bytes) {
   return bytes >= 64 * kMiB || is_large(facts, bytes);
 }
 
-void add_forks(const DoctorFacts& facts, Found& found) {
-  const Program& of = *facts.program;
+void add_forks(const DoctorFacts& facts, Findings& found) {
+  const Program& program = *facts.program;
   const uint64_t left = available_bytes(facts);
-  const bool is_any = of.exposed_bytes > 0;
-  const bool is_danger = !facts.limits.empty() && of.exposed_bytes > left;
+  const bool is_any = program.exposed_bytes > 0;
+  const bool is_danger = !facts.limits.empty() && program.exposed_bytes > left;
   Finding exposure{
       .id = "fork_exposure",
-      .value = of.exposed_bytes,
-      .severity = is_danger                           ? Severity::danger
-                  : is_large(facts, of.exposed_bytes) ? Severity::warning
-                                                      : Severity::info,
+      .value = program.exposed_bytes,
+      .severity = is_danger                                ? Severity::danger
+                  : is_large(facts, program.exposed_bytes) ? Severity::warning
+                                                           : Severity::info,
       .summary = is_any ? fmt::format("{} is shared with forked children: writes copy it",
-                                      format_size(of.exposed_bytes))
+                                      format_size(program.exposed_bytes))
                         : "nothing is shared with forked children",
-      .advice = is_danger || is_worth_advice(facts, of.exposed_bytes)
+      .advice = is_danger || is_worth_advice(facts, program.exposed_bytes)
                     ? "keep it out of forked children: fork=\"excluded\" (the default of Modicum), "
                       "modicum.torch.protect for tensors and optimizers of other libraries, or "
                       "madvise(MADV_DONTFORK); or don't fork: "
@@ -42,18 +42,18 @@ void add_forks(const DoctorFacts& facts, Found& found) {
                     : "nothing to do"};
   if (!facts.limits.empty()) exposure.limit_bytes = left;
   found.push_back(std::move(exposure));
-  if (of.copied_bytes == 0) return;
+  if (program.copied_bytes == 0) return;
   found.push_back(
       {.id = "fork_copies",
-       .value = of.copied_bytes,
-       .severity = is_large(facts, of.copied_bytes) ? Severity::warning : Severity::info,
+       .value = program.copied_bytes,
+       .severity = is_large(facts, program.copied_bytes) ? Severity::warning : Severity::info,
        .summary = fmt::format("{} has been copied since the fork and is held twice",
-                              format_size(of.copied_bytes)),
+                              format_size(program.copied_bytes)),
        .advice = "it is free again when the children end: see fork_exposure, and "
                  "modicum.memory.attribute, which names its owners"});
 }
 
-void add_start_method(const DoctorFacts& facts, Found& found) {
+void add_start_method(const DoctorFacts& facts, Findings& found) {
   constexpr std::array<StartMethod, 4> kShown = {StartMethod::fork, StartMethod::spawn,
                                                  StartMethod::forkserver, StartMethod::exec};
   std::vector<std::string> names, counts;
@@ -80,19 +80,19 @@ Severity severity_of_heap(const DoctorFacts& facts, uint64_t bytes) {
   return is_large(facts, bytes) ? Severity::warning : Severity::info;
 }
 
-void add_heaps(const DoctorFacts& facts, Found& found) {
-  const Program& of = *facts.program;
-  if (!of.allocator.empty()) {
+void add_heaps(const DoctorFacts& facts, Findings& found) {
+  const Program& program = *facts.program;
+  if (!program.allocator.empty()) {
     found.push_back({.id = "malloc_arenas",
-                     .value = of.allocator,
-                     .summary = fmt::format("{} replaces glibc's malloc", of.allocator),
+                     .value = program.allocator,
+                     .summary = fmt::format("{} replaces glibc's malloc", program.allocator),
                      .advice = "its own options bound the memory that it retains"});
     return;
   }
-  const MallocHeaps& heaps = of.heaps;
-  const std::string max =
-      of.arena_max ? fmt::format("at most {} arenas", *of.arena_max) : "MALLOC_ARENA_MAX not set";
-  const bool has_few = of.arena_max && *of.arena_max <= 2;
+  const MallocHeaps& heaps = program.heaps;
+  const std::string max = program.arena_max ? fmt::format("at most {} arenas", *program.arena_max)
+                                            : "MALLOC_ARENA_MAX not set";
+  const bool has_few = program.arena_max && *program.arena_max <= 2;
   found.push_back(
       {.id = "malloc_arenas",
        .value = heaps.arena_resident_bytes,
@@ -120,21 +120,22 @@ void add_heaps(const DoctorFacts& facts, Found& found) {
                                    "out of the heap"});
 }
 
-void add_pinned(const DoctorFacts& facts, Found& found) {
-  const Program& of = *facts.program;
-  if (of.locked_bytes > 0) {
-    Finding finding{.id = "pinned_memory",
-                    .value = of.locked_bytes,
-                    .summary = fmt::format("{} is locked or pinned", format_size(of.locked_bytes)),
-                    .advice = "nothing to do; it can neither be swapped nor reclaimed"};
+void add_pinned(const DoctorFacts& facts, Findings& found) {
+  const Program& program = *facts.program;
+  if (program.locked_bytes > 0) {
+    Finding finding{
+        .id = "pinned_memory",
+        .value = program.locked_bytes,
+        .summary = fmt::format("{} is locked or pinned", format_size(program.locked_bytes)),
+        .advice = "nothing to do; it can neither be swapped nor reclaimed"};
     const auto& limit = facts.settings.locked_memory;
     if (limit && !limit->is_unlimited()) finding.limit_bytes = limit->soft;
     found.push_back(std::move(finding));
   }
-  if (!of.uses_cuda) return;
+  if (!program.uses_cuda) return;
   // Either option sets a size above which blocks are not rounded.
   const auto has = [&](std::string_view option) {
-    return of.torch_allocator_options.find(option) != std::string::npos;
+    return program.torch_allocator_options.find(option) != std::string::npos;
   };
   const bool is_bounded = has("pinned_max_round_threshold_mb") || has("pinned_max_cached_size_mb");
   found.push_back({.id = "pinned_rounding",
@@ -148,7 +149,7 @@ void add_pinned(const DoctorFacts& facts, Found& found) {
                                    "(torch 2.13); torch.cuda.host_memory_stats() shows the sum"});
 }
 
-void add_swapped(const DoctorFacts& facts, Found& found) {
+void add_swapped(const DoctorFacts& facts, Findings& found) {
   if (facts.program->swapped_bytes == 0) return;
   found.push_back({.id = "swapped_out",
                    .value = facts.program->swapped_bytes,
@@ -161,7 +162,7 @@ void add_swapped(const DoctorFacts& facts, Found& found) {
 
 }  // namespace
 
-void add_program_findings(const DoctorFacts& facts, Found& found) {
+void add_program_findings(const DoctorFacts& facts, Findings& found) {
   add_forks(facts, found);
   add_start_method(facts, found);
   add_heaps(facts, found);

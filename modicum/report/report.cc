@@ -18,11 +18,12 @@ std::string_view node_peak_phase(const Promise& promise, int node) {
   return peak->name;
 }
 
-void phase_object(JsonWriter& out, std::string_view name, const Footprint& held) {
-  out.begin_object().member("phase", name).member("bytes", held.total());
+void phase_object(JsonWriter& out, std::string_view name, const Footprint& footprint) {
+  out.begin_object().member("phase", name).member("bytes", footprint.total());
   out.key("by_purpose").begin_object();
-  for (size_t p = 0; p < held.bytes.size(); ++p) {
-    if (held.bytes[p] > 0) out.member(purpose_name(static_cast<Purpose>(p)), held.bytes[p]);
+  for (size_t p = 0; p < footprint.bytes.size(); ++p) {
+    if (footprint.bytes[p] > 0)
+      out.member(purpose_name(static_cast<Purpose>(p)), footprint.bytes[p]);
   }
   out.end_object().end_object();
 }
@@ -48,29 +49,31 @@ void job_member(JsonWriter& out, const JobPromise& job, std::span<const JobPhase
   out.end_array().end_object();
 }
 
-void strategy_object(JsonWriter& out, const StrategyReport& of) {
-  out.begin_object().member("name", of.strategy);
-  out.member("storage_read_bytes", of.traffic.storage_read_bytes);
-  out.member("exchanged_bytes", of.traffic.exchanged_bytes);
-  out.member("reads", of.traffic.reads);
-  out.member("overread_ratio", of.overread_ratio());
-  const std::vector<JobPhase> job_phases = of.job ? phases_of(*of.job) : std::vector<JobPhase>{};
+void strategy_object(JsonWriter& out, const StrategyReport& strategy) {
+  out.begin_object().member("name", strategy.strategy);
+  out.member("storage_read_bytes", strategy.traffic.storage_read_bytes);
+  out.member("exchanged_bytes", strategy.traffic.exchanged_bytes);
+  out.member("reads", strategy.traffic.reads);
+  out.member("overread_ratio", strategy.overread_ratio());
+  const std::vector<JobPhase> job_phases =
+      strategy.job ? phases_of(*strategy.job) : std::vector<JobPhase>{};
   out.key("nodes").begin_array();
-  for (int node = 0; node < of.promise.nodes(); ++node) {
+  for (int node = 0; node < strategy.promise.nodes(); ++node) {
     out.begin_object().member("node", node);
-    out.member("peak_bytes", of.promise.node_peak_bytes(node));
-    out.member("peak_phase", node_peak_phase(of.promise, node));
-    out.member("peak_cause", peak_cause(of.promise, node));
-    phases_member(out, of.promise, node);
-    if (of.job) job_member(out, *of.job, job_phases, node);
-    if (!of.timelines.empty()) timeline_member(out, of.timelines[static_cast<size_t>(node)]);
+    out.member("peak_bytes", strategy.promise.node_peak_bytes(node));
+    out.member("peak_phase", node_peak_phase(strategy.promise, node));
+    out.member("peak_cause", peak_cause(strategy.promise, node));
+    phases_member(out, strategy.promise, node);
+    if (strategy.job) job_member(out, *strategy.job, job_phases, node);
+    if (!strategy.timelines.empty())
+      timeline_member(out, strategy.timelines[static_cast<size_t>(node)]);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
-  for (int rank = 0; rank < of.promise.ranks(); ++rank) {
+  for (int rank = 0; rank < strategy.promise.ranks(); ++rank) {
     out.begin_object().member("rank", rank);
-    out.member("node", of.promise.node_of_rank[static_cast<size_t>(rank)]);
-    out.member("peak_bytes", of.promise.rank_peak_bytes(rank)).end_object();
+    out.member("node", strategy.promise.node_of_rank[static_cast<size_t>(rank)]);
+    out.member("peak_bytes", strategy.promise.rank_peak_bytes(rank)).end_object();
   }
   out.end_array().end_object();
 }
@@ -79,7 +82,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
 void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
   out.key("would_fit").begin_array();
-  for (const Alternative& of : report.alternatives) alternative_object(out, of);
+  for (const Alternative& alternative : report.alternatives) alternative_object(out, alternative);
   out.end_array();
 }
 
@@ -92,9 +95,9 @@ std::string job_text(const PlanReport& report) {
   for (const JobPhase& phase : phases_of(*report.strategies.front().job)) {
     text += fmt::format(" {:>12}", phase.name);
   }
-  for (const StrategyReport& of : report.strategies) {
-    text += fmt::format("\n{:<17}", of.strategy);
-    for (const JobPhase& phase : phases_of(*of.job)) {
+  for (const StrategyReport& strategy : report.strategies) {
+    text += fmt::format("\n{:<17}", strategy.strategy);
+    for (const JobPhase& phase : phases_of(*strategy.job)) {
       const Promise& promise = phase.promise;
       text += fmt::format(" {:>12}", format_size(promise.node_peak_bytes(worst_node(promise))));
     }
@@ -138,13 +141,14 @@ std::vector<JobPhase> phases_of(const JobPromise& job) {
   return phases;
 }
 
-void alternative_object(JsonWriter& out, const Alternative& of) {
-  out.begin_object().member("strategy", of.strategy);
+void alternative_object(JsonWriter& out, const Alternative& alternative) {
+  out.begin_object().member("strategy", alternative.strategy);
   std::optional<std::string_view> format;
-  if (of.state_format) format = row_of(*of.state_format).name;
-  out.member("staging_bytes", of.staging_bytes).member("state_format", format);
-  out.member("ranks_per_node", of.ranks_per_node).member("peak_bytes", of.peak_bytes);
-  out.member("flags", of.flags).end_object();
+  if (alternative.state_format) format = row_of(*alternative.state_format).name;
+  out.member("staging_bytes", alternative.staging_bytes).member("state_format", format);
+  out.member("ranks_per_node", alternative.ranks_per_node)
+      .member("peak_bytes", alternative.peak_bytes);
+  out.member("flags", alternative.flags).end_object();
 }
 
 std::string job_shortfall(const PlanReport& report) {
@@ -172,8 +176,9 @@ std::string wider_verdict(const PlanReport& report) {
   }
   if (!report.job_fits.value_or(true)) return "load and steps fit\n";
   if (!has_forecast) return "fits\n";
-  const DeepSpeedForecast& of = *report.deepspeed;
-  return fmt::format("fits, DeepSpeed needs {}\n", format_size(of.on_node(of.peak_bytes())));
+  const DeepSpeedForecast& forecast = *report.deepspeed;
+  return fmt::format("fits, DeepSpeed needs {}\n",
+                     format_size(forecast.on_node(forecast.peak_bytes())));
 }
 
 }  // namespace
@@ -186,17 +191,17 @@ std::string verdict_text(const PlanReport& report) {
   text += fmt::format("does not fit, {} too little", format_size(shortfall_of(*report.refusal)));
   const bool is_deepspeed_over = !report.deepspeed_fits.value_or(true);
   if (is_deepspeed_over) {
-    const DeepSpeedForecast& of = *report.deepspeed;
-    const uint64_t needed = of.on_node(of.peak_bytes());
+    const DeepSpeedForecast& forecast = *report.deepspeed;
+    const uint64_t needed = forecast.on_node(forecast.peak_bytes());
     text += fmt::format(" for the load and {} for DeepSpeed",
                         format_size(needed - report.budget->bytes));
   }
   text += "\n" + of_job;
-  for (const Alternative& of : report.alternatives) {
-    const auto nodes = ceil_div(report.ranks, of.ranks_per_node);
+  for (const Alternative& alternative : report.alternatives) {
+    const auto nodes = ceil_div(report.ranks, alternative.ranks_per_node);
     text += fmt::format("{}would fit: {} ({} node(s), peak {})\n",
-                        is_deepspeed_over ? "the load alone " : "", of.flags, nodes,
-                        format_size(of.peak_bytes));
+                        is_deepspeed_over ? "the load alone " : "", alternative.flags, nodes,
+                        format_size(alternative.peak_bytes));
   }
   if (!report.alternatives.empty()) return text;
   return text + "no other strategy, staging, state format or ranks per node fits either\n";
@@ -215,10 +220,11 @@ std::string baseline_clause(const PlanReport& report) {
 }
 
 const StrategyReport& PlanReport::requested() const {
-  const auto of = std::find_if(strategies.begin(), strategies.end(),
-                               [&](const auto& one) { return one.strategy == strategy; });
-  MODICUM_ASSERT(of != strategies.end());
-  return *of;
+  const auto found = std::find_if(strategies.begin(), strategies.end(), [&](const auto& candidate) {
+    return candidate.strategy == strategy;
+  });
+  MODICUM_ASSERT(found != strategies.end());
+  return *found;
 }
 
 double StrategyReport::overread_ratio() const noexcept {
@@ -236,7 +242,7 @@ std::string plan_json(const PlanReport& report) {
   checkpoint_members(out, report.checkpoint);
   out.member("ranks", report.ranks).member("strategy", report.strategy);
   out.key("strategies").begin_array();
-  for (const StrategyReport& of : report.strategies) strategy_object(out, of);
+  for (const StrategyReport& strategy : report.strategies) strategy_object(out, strategy);
   out.end_array();
   budget_member(out, report.budget);
   out.member("fits", report.fits);
@@ -257,17 +263,18 @@ std::string plan_text(const PlanReport& report) {
                                  report.checkpoint.files, report.ranks);
   text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", "strategy", "node peak",
                       "largest rank", "storage", "x needed", "exchanged", "at the peak");
-  for (const StrategyReport& of : report.strategies) {
-    const int worst = worst_node(of.promise);
+  for (const StrategyReport& strategy : report.strategies) {
+    const int worst = worst_node(strategy.promise);
     uint64_t largest = 0;
-    for (int rank = 0; rank < of.promise.ranks(); ++rank) {
-      largest = std::max(largest, of.promise.rank_peak_bytes(rank));
+    for (int rank = 0; rank < strategy.promise.ranks(); ++rank) {
+      largest = std::max(largest, strategy.promise.rank_peak_bytes(rank));
     }
-    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", of.strategy,
-                        format_size(of.promise.node_peak_bytes(worst)), format_size(largest),
-                        format_size(of.traffic.storage_read_bytes),
-                        fmt::format("{:.3f}", of.overread_ratio()),
-                        format_size(of.traffic.exchanged_bytes), short_cause(of.promise, worst));
+    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", strategy.strategy,
+                        format_size(strategy.promise.node_peak_bytes(worst)), format_size(largest),
+                        format_size(strategy.traffic.storage_read_bytes),
+                        fmt::format("{:.3f}", strategy.overread_ratio()),
+                        format_size(strategy.traffic.exchanged_bytes),
+                        short_cause(strategy.promise, worst));
   }
   text += job_text(report);
   if (report.budget && report.fits) text += verdict_text(report);
@@ -284,7 +291,7 @@ namespace {
 void resumed_members(JsonWriter& out, const ResumedStep& resumed) {
   out.key("resumed").begin_object().member("step", resumed.step).member("path", resumed.path);
   out.end_object().key("skipped").begin_array();
-  for (const ResumedStep::Skipped& skipped : resumed.skipped) {
+  for (const ResumedStep::SkippedNewerStep& skipped : resumed.skipped) {
     out.begin_object().member("step", skipped.step).member("reason", skipped.reason).end_object();
   }
   out.end_array();
@@ -292,7 +299,7 @@ void resumed_members(JsonWriter& out, const ResumedStep& resumed) {
 
 std::string resumed_text(const ResumedStep& resumed) {
   std::string text = fmt::format("resumed step {} ({})\n", resumed.step, printable(resumed.path));
-  for (const ResumedStep::Skipped& skipped : resumed.skipped) {
+  for (const ResumedStep::SkippedNewerStep& skipped : resumed.skipped) {
     text += fmt::format("skipped step {}: {}\n", skipped.step, skipped.reason);
   }
   return text;

@@ -86,7 +86,7 @@ struct DeepSpeedForecast {
     double bytes_per_param = 0;  // bytes / params_of_rank
     uint64_t bytes = 0;          // per rank
   };
-  struct Ours {  // the memory of Modicum's optimizer state
+  struct StateFormatBytes {  // the memory of Modicum's optimizer state
     StateFormat format = StateFormat::fp32;
     uint64_t bytes = 0;  // per rank
   };
@@ -96,7 +96,7 @@ struct DeepSpeedForecast {
   uint64_t params_of_rank = 0;  // those whose optimizer state one rank holds
   int ranks_of_node = 1;        // on the largest node
   std::vector<Line> lines;
-  std::vector<Ours> ours;
+  std::vector<StateFormatBytes> ours;
 
   static std::span<const std::string_view> phases() noexcept;  // in order
   uint64_t bytes_at(std::string_view phase) const noexcept;    // per rank, at the end of the phase
@@ -182,13 +182,13 @@ struct RankOutcome : LoadOutcome {
 
 // The step (a saved checkpoint directory) that a resume loaded, and the newer ones that it skipped.
 struct ResumedStep {
-  struct Skipped {
+  struct SkippedNewerStep {
     int64_t step = 0;  // its number
     std::string reason;
   };
   int64_t step = 0;
   std::string path;
-  std::vector<Skipped> skipped;
+  std::vector<SkippedNewerStep> skipped;
 };
 
 // A phase of a run, with the memory of the ranks in it.
@@ -221,7 +221,7 @@ std::string load_text(const LoadReport& report);
 
 // A load and optimizer steps within one budget; optionally a save, and a resume by new ranks.
 struct RehearseReport {
-  struct Saved {
+  struct SavedStepReport {
     int64_t step = 0;
     std::string path;
     uint64_t written_bytes = 0;
@@ -240,9 +240,9 @@ struct RehearseReport {
   double elapsed_s = 0;
   std::optional<double> grad_norm;  // of the last step; none: not finite
   std::optional<double> max_norm;
-  uint64_t state_digest = 0;   // parameters and moments after the last step
-  uint64_t model_digest = 0;   // parameters after the last step, as `load --digest`
-  std::optional<Saved> saved;  // if set, both digests are those after one more step
+  uint64_t state_digest = 0;             // parameters and moments after the last step
+  uint64_t model_digest = 0;             // parameters after the last step, as `load --digest`
+  std::optional<SavedStepReport> saved;  // if set, both digests are those after one more step
   std::optional<Budget> budget;
 
   // Adds the phases and the digest of a resume. Raises `promised_bytes` where it promises more.

@@ -136,13 +136,13 @@ TEST(PlanReport, AGivenBaselineIsTakenAsItIs) {
 
 // Two ranks on a node; a rank holds 600 MiB by init, 1000 MiB by step_1, and 1100 MiB by epoch_2.
 DeepSpeedForecast small_forecast() {
-  DeepSpeedForecast of{.version = "0.19.8", .stage = 2, .params = 200, .params_of_rank = 100};
-  of.ranks_of_node = 2;
-  of.lines = {{"fp32 master", "deepspeed", "init", "master", 4, 500 * kMiB},
-              {"fixed", "deepspeed", "init", "process", 1, 100 * kMiB},
-              {"moments", "deepspeed", "step_1", "moments", 8, 400 * kMiB},
-              {"fp32 master, copied when written", "fork", "epoch_2", "fork", 1, 100 * kMiB}};
-  return of;
+  DeepSpeedForecast forecast{.version = "0.19.8", .stage = 2, .params = 200, .params_of_rank = 100};
+  forecast.ranks_of_node = 2;
+  forecast.lines = {{"fp32 master", "deepspeed", "init", "master", 4, 500 * kMiB},
+                    {"fixed", "deepspeed", "init", "process", 1, 100 * kMiB},
+                    {"moments", "deepspeed", "step_1", "moments", 8, 400 * kMiB},
+                    {"fp32 master, copied when written", "fork", "epoch_2", "fork", 1, 100 * kMiB}};
+  return forecast;
 }
 
 // The report of a budget, for the small plan with the small forecast.

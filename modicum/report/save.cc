@@ -23,9 +23,9 @@ void files_member(JsonWriter& out, const std::vector<SaveReport::File>& files) {
 // A list has the tensors whose `count` is not 0.
 void losses_members(JsonWriter& out, const std::vector<TensorLoss>& losses) {
   int64_t overflowed = 0, underflowed = 0;
-  for (const TensorLoss& of : losses) {
-    overflowed += of.loss.overflowed;
-    underflowed += of.loss.underflowed;
+  for (const TensorLoss& tensor_loss : losses) {
+    overflowed += tensor_loss.loss.overflowed;
+    underflowed += tensor_loss.loss.underflowed;
   }
   out.member("overflowed", overflowed).member("underflowed", underflowed);
   out.key("overflowed_tensors").begin_array();

@@ -39,9 +39,12 @@ std::string step_json(const StepReport& report) {
   out.member("promised_bytes", report.promise.node_peak_bytes(0));
   budget_member(out, report.budget);
   out.key("held_bytes_per_param").begin_object();
-  for (const auto& [step, held] :
+  for (const auto& [step, held_bytes] :
        {std::pair("step_1", report.step_1), {"last_step", report.last_step}}) {
-    out.key(step).begin_object().member("ledger", held.ledger).member("kernel", held.kernel);
+    out.key(step)
+        .begin_object()
+        .member("ledger", held_bytes.ledger)
+        .member("kernel", held_bytes.kernel);
     out.end_object();
   }
   out.end_object().member("fixed_bytes", report.fixed_bytes);

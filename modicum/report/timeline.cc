@@ -24,19 +24,19 @@ std::vector<uint32_t> tracked(const WatchRecord& record) {
   std::map<uint32_t, uint64_t> most;
   for (const WatchSample& sample : record.samples) {
     for (const WatchSample::Share& share : sample.shares) {
-      uint64_t& held = most[share.process];
-      held = std::max(held, share.bytes);
+      uint64_t& process_bytes = most[share.process];
+      process_bytes = std::max(process_bytes, share.bytes);
     }
   }
   std::vector<uint32_t> processes;
-  for (const auto& [process, held] : most) processes.push_back(process);
+  for (const auto& [process, process_bytes] : most) processes.push_back(process);
   std::stable_sort(processes.begin(), processes.end(),
                    [&](uint32_t a, uint32_t b) { return most[a] > most[b]; });
   if (processes.size() > kMostTracks) processes.resize(kMostTracks);
   // Sorts by rank. Processes without a rank come last, in the order in which they began.
   std::sort(processes.begin(), processes.end(), [&](uint32_t a, uint32_t b) {
-    const auto place = [&](uint32_t of) {
-      return std::pair(record.processes[of].rank.value_or(INT32_MAX), of);
+    const auto place = [&](uint32_t process) {
+      return std::pair(record.processes[process].rank.value_or(INT32_MAX), process);
     };
     return place(a) < place(b);
   });
@@ -115,7 +115,7 @@ bool TimelineTrack::lives_at(double at_s) const noexcept {
 std::vector<size_t> TimelineTrack::owners() const {
   std::vector<size_t> used;
   for (size_t owner = 0; owner < kWatchOwners; ++owner) {
-    const auto has = [owner](const OwnedMemory& one) { return one.kib[owner] > 0; };
+    const auto has = [owner](const OwnedMemory& memory) { return memory.kib[owner] > 0; };
     if (std::any_of(owned.begin(), owned.end(), has)) used.push_back(owner);
   }
   return used;
@@ -127,8 +127,8 @@ std::vector<TimelineTrack> tracks_of(const WatchRecord& record) {
   std::vector<TimelineTrack> tracks;
   for (const uint32_t process : processes) {
     track_of[process] = tracks.size();
-    const WatchedProcess& of = record.processes[process];
-    tracks.push_back({.process = &of, .label = label_of(record, of)});
+    const WatchedProcess& watched = record.processes[process];
+    tracks.push_back({.process = &watched, .label = label_of(record, watched)});
   }
   tracks.push_back({.label = "others"});
   for (TimelineTrack& track : tracks) track.owned.resize(record.samples.size());
@@ -146,9 +146,9 @@ std::vector<TimelineTrack> tracks_of(const WatchRecord& record) {
 std::string label_of(const WatchRecord& record, const WatchedProcess& process) {
   if (!process.rank) return printable(process.name);
   // If the parent has the same variable and rank, the process inherited them.
-  const auto gave_it = [&](const WatchedProcess& one) {
-    return one.pid == process.parent && one.rank == process.rank &&
-           one.rank_variable == process.rank_variable && one.end_s >= process.begin_s;
+  const auto gave_it = [&](const WatchedProcess& candidate) {
+    return candidate.pid == process.parent && candidate.rank == process.rank &&
+           candidate.rank_variable == process.rank_variable && candidate.end_s >= process.begin_s;
   };
   const bool is_below = !process.rank_variable.empty() &&
                         std::any_of(record.processes.begin(), record.processes.end(), gave_it);
@@ -172,7 +172,7 @@ std::string cause_of(const WatchRecord& record) {
   text += fmt::format("{} (pid {}) held {}", label_of(record, process), process.pid,
                       format_size(most.bytes));
   const size_t owner = most.owned.grown_since({});  // from 0 bytes, so the largest owner
-  if (owner == static_cast<size_t>(WatchOwner::held)) return text;
+  if (owner == static_cast<size_t>(WatchOwner::unattributed)) return text;
   return text + fmt::format(", of which {} {}", owner_words(watch_owner_name(owner)),
                             format_size(most.owned.bytes(owner)));
 }

@@ -27,9 +27,9 @@ std::string verify_text(const VerifyReport& report) {
   }
   text += fmt::format("{} file(s), {} tensor(s) checked: {}\n", report.files.size(),
                       report.tensors_checked, report.fault ? "FAILED" : "ok");
-  for (const DamagedStep& of : report.damaged) {
-    text += fmt::format("{:>12}  {}: a save has set it aside; {}\n", format_size(of.bytes),
-                        printable(of.path), of.reason.empty() ? "it is intact" : of.reason);
+  for (const DamagedStep& step : report.damaged) {
+    text += fmt::format("{:>12}  {}: a save has set it aside; {}\n", format_size(step.bytes),
+                        printable(step.path), step.reason.empty() ? "it is intact" : step.reason);
   }
   return text + warnings_text(report.warnings);
 }

@@ -18,7 +18,9 @@ std::string name_of(const std::string& name, int pid, const std::optional<int>& 
   return text + ")";
 }
 
-std::string name_of(const WatchedProcess& of) { return name_of(of.name, of.pid, of.rank); }
+std::string name_of(const WatchedProcess& process) {
+  return name_of(process.name, process.pid, process.rank);
+}
 
 void text_or_null(JsonWriter& out, std::string_view key, const std::string& text) {
   out.key(key);
@@ -35,33 +37,37 @@ void killed_member(JsonWriter& out, const WatchRecord& record) {
     out.null();
     return;
   }
-  const WatchedKill& of = *record.killed;
-  out.begin_object().member("pid", of.pid).member("name", of.name).member("rank", of.rank);
-  out.member("signal", of.signal).member("at_s", of.at_s);
-  out.member("limit_bytes", of.limit_bytes).member("limit_source", of.limit_source);
-  out.member("held_bytes", of.held_bytes).member("tree_held_bytes", of.tree_held_bytes);
-  out.member("page_cache_bytes", of.page_cache_bytes);
-  text_or_null(out, "phase", of.phase);
-  out.key("grew").begin_object().member("pid", of.grew_pid).member("name", of.grew_name);
-  text_or_null(out, "owner", of.grew_owner);
-  out.member("bytes", of.grew_bytes).member("seconds", of.grew_s).end_object();
+  const WatchedKill& kill = *record.killed;
+  out.begin_object().member("pid", kill.pid).member("name", kill.name).member("rank", kill.rank);
+  out.member("signal", kill.signal).member("at_s", kill.at_s);
+  out.member("limit_bytes", kill.limit_bytes).member("limit_source", kill.limit_source);
+  out.member("held_bytes", kill.held_bytes).member("tree_held_bytes", kill.tree_held_bytes);
+  out.member("page_cache_bytes", kill.page_cache_bytes);
+  text_or_null(out, "phase", kill.phase);
+  out.key("grew").begin_object().member("pid", kill.grew_pid).member("name", kill.grew_name);
+  text_or_null(out, "owner", kill.grew_owner);
+  out.member("bytes", kill.grew_bytes).member("seconds", kill.grew_s).end_object();
   out.member("explanation", killed_text(record)).end_object();
 }
 
 void processes_member(JsonWriter& out, const WatchRecord& record) {
   out.key("processes").begin_array();
-  for (const WatchedProcess& of : record.processes) {
-    out.begin_object().member("pid", of.pid).member("ppid", of.parent).member("name", of.name);
-    out.member("rank", of.rank).member("peak_bytes", of.peak_bytes);
-    out.member("held_at_peak_bytes", of.held_at_peak_bytes);
-    out.member("cow_duplicate_bytes", of.cow_duplicate_bytes).key("forked_from");
-    if (of.forked_from != 0) {
-      out.value(of.forked_from);
+  for (const WatchedProcess& process : record.processes) {
+    out.begin_object()
+        .member("pid", process.pid)
+        .member("ppid", process.parent)
+        .member("name", process.name);
+    out.member("rank", process.rank).member("peak_bytes", process.peak_bytes);
+    out.member("held_at_peak_bytes", process.held_at_peak_bytes);
+    out.member("cow_duplicate_bytes", process.cow_duplicate_bytes).key("forked_from");
+    if (process.forked_from != 0) {
+      out.value(process.forked_from);
     } else {
       out.null();
     }
-    out.member("peak_rss_bytes", of.peak_rss_bytes).member("huge_page_bytes", of.huge_page_bytes);
-    out.member("begin_s", of.begin_s).member("end_s", of.end_s).end_object();
+    out.member("peak_rss_bytes", process.peak_rss_bytes)
+        .member("huge_page_bytes", process.huge_page_bytes);
+    out.member("begin_s", process.begin_s).member("end_s", process.end_s).end_object();
   }
   out.end_array().member("processes_left_out", record.processes_left_out);
 }
@@ -74,29 +80,29 @@ void pressure_member(JsonWriter& out, const WatchRecord& record) {
     out.null();
     return;
   }
-  const MemoryPressure& of = *record.pressure;
-  out.begin_object().member("source", of.source).member("some_s", seconds(of.some_us));
-  out.member("full_s", seconds(of.full_us)).end_object();
+  const MemoryPressure& pressure = *record.pressure;
+  out.begin_object().member("source", pressure.source).member("some_s", seconds(pressure.some_us));
+  out.member("full_s", seconds(pressure.full_us)).end_object();
 }
 
 // Empty for waits below 1 % of the run or below 0.1 s, which are usual.
 std::string pressure_text(const WatchRecord& record) {
   if (!record.pressure) return "";
-  const MemoryPressure& of = *record.pressure;
-  if (seconds(of.some_us) < std::max(0.01 * record.elapsed_s, 0.1)) return "";
+  const MemoryPressure& pressure = *record.pressure;
+  if (seconds(pressure.some_us) < std::max(0.01 * record.elapsed_s, 0.1)) return "";
   return fmt::format("waited for memory: some process {:.1f} s, all processes {:.1f} s ({})\n",
-                     seconds(of.some_us), seconds(of.full_us), of.source);
+                     seconds(pressure.some_us), seconds(pressure.full_us), pressure.source);
 }
 
-std::string huge_pages_text(const WatchedProcess& of) {
-  const uint64_t bytes = of.huge_page_bytes.value_or(0);
+std::string huge_pages_text(const WatchedProcess& process) {
+  const uint64_t bytes = process.huge_page_bytes.value_or(0);
   return bytes == 0 ? "" : fmt::format(", up to {} in huge pages", format_size(bytes));
 }
 
 // The processes, sorted by their memory at the tree's peak, the largest first.
 std::vector<const WatchedProcess*> largest(const WatchRecord& record) {
   std::vector<const WatchedProcess*> found;
-  for (const WatchedProcess& of : record.processes) found.push_back(&of);
+  for (const WatchedProcess& process : record.processes) found.push_back(&process);
   std::stable_sort(found.begin(), found.end(), [](const auto* a, const auto* b) {
     return std::pair(a->held_at_peak_bytes, a->peak_bytes) >
            std::pair(b->held_at_peak_bytes, b->peak_bytes);
@@ -109,36 +115,37 @@ std::string copies_text(const WatchRecord& record) {
   std::string text =
       fmt::format("copies since a fork: {}\n", format_size(record.cow_duplicate_bytes));
   size_t lines = 0;
-  for (const WatchedProcess& of : record.processes) {
-    if (of.cow_duplicate_bytes < kMiB || ++lines > kMostLines) continue;
-    const auto parent =
-        std::find_if(record.processes.begin(), record.processes.end(),
-                     [&](const WatchedProcess& one) { return one.pid == of.forked_from; });
-    const std::string from =
-        parent == record.processes.end() ? fmt::format("pid {}", of.forked_from) : name_of(*parent);
-    text += fmt::format("  {:>12}  {}, forked from {}\n", format_size(of.cow_duplicate_bytes),
-                        name_of(of), from);
+  for (const WatchedProcess& process : record.processes) {
+    if (process.cow_duplicate_bytes < kMiB || ++lines > kMostLines) continue;
+    const auto parent = std::find_if(
+        record.processes.begin(), record.processes.end(),
+        [&](const WatchedProcess& candidate) { return candidate.pid == process.forked_from; });
+    const std::string from = parent == record.processes.end()
+                                 ? fmt::format("pid {}", process.forked_from)
+                                 : name_of(*parent);
+    text += fmt::format("  {:>12}  {}, forked from {}\n", format_size(process.cow_duplicate_bytes),
+                        name_of(process), from);
   }
   return text;
 }
 
 // The advice at the end of the paragraph about a kill.
-std::string what_would_fit(const WatchRecord& record, const WatchedKill& of) {
-  if (of.promised_bytes > 0) {
+std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
+  if (kill.promised_bytes > 0) {
     return fmt::format("by their promises all processes need {}: a limit of that would have fitted",
-                       format_size(of.promised_bytes));
+                       format_size(kill.promised_bytes));
   }
   if (record.cow_duplicate_bytes >= kMiB) {
     return fmt::format(
         "{} were copies of pages made since a fork: without them this much would have been free",
         format_size(record.cow_duplicate_bytes));
   }
-  const uint64_t others = of.tree_held_bytes - std::min(of.tree_held_bytes, of.held_bytes);
-  if (others > of.held_bytes) {
+  const uint64_t others = kill.tree_held_bytes - std::min(kill.tree_held_bytes, kill.held_bytes);
+  if (others > kill.held_bytes) {
     return fmt::format("the other processes held {}", format_size(others));
   }
   return fmt::format("the same growth once more would need a limit of at least {}",
-                     format_size(of.limit_bytes + of.grew_bytes));
+                     format_size(kill.limit_bytes + kill.grew_bytes));
 }
 
 }  // namespace
@@ -173,24 +180,24 @@ std::string watch_page(const WatchRecord& record) {
 
 std::string killed_text(const WatchRecord& record) {
   if (!record.killed) return "";
-  const WatchedKill& of = *record.killed;
+  const WatchedKill& kill = *record.killed;
   std::string text = fmt::format(
       "the kernel killed {} after {:.1f} s{} for lack of memory: {} allows {}. Just before, it "
       "held {}, all processes of the command {}, and {} of page cache were in use.",
-      name_of(of.name, of.pid, of.rank), of.at_s,
-      of.phase.empty() ? "" : fmt::format(", during `{}`,", of.phase), of.limit_source,
-      format_size(of.limit_bytes), format_size(of.held_bytes), format_size(of.tree_held_bytes),
-      format_size(of.page_cache_bytes));
-  if (of.grew_bytes > 0) {
+      name_of(kill.name, kill.pid, kill.rank), kill.at_s,
+      kill.phase.empty() ? "" : fmt::format(", during `{}`,", kill.phase), kill.limit_source,
+      format_size(kill.limit_bytes), format_size(kill.held_bytes),
+      format_size(kill.tree_held_bytes), format_size(kill.page_cache_bytes));
+  if (kill.grew_bytes > 0) {
     const std::string mostly =
-        of.grew_owner.empty() ? "" : fmt::format(", mostly {}", owner_words(of.grew_owner));
+        kill.grew_owner.empty() ? "" : fmt::format(", mostly {}", owner_words(kill.grew_owner));
     text += fmt::format(" {} grew last, by {} within {:.2f} s{};",
-                        name_of(of.grew_name, of.grew_pid, {}), format_size(of.grew_bytes),
-                        of.grew_s, mostly);
+                        name_of(kill.grew_name, kill.grew_pid, {}), format_size(kill.grew_bytes),
+                        kill.grew_s, mostly);
   } else {
     text += " Nothing grew within the last second;";
   }
-  return text + fmt::format(" {}.", what_would_fit(record, of));
+  return text + fmt::format(" {}.", what_would_fit(record, kill));
 }
 
 std::string watch_text(const WatchRecord& record) {
@@ -201,10 +208,10 @@ std::string watch_text(const WatchRecord& record) {
   if (!record.phases.empty() || record.may_have_missed_peak()) text += ": " + peak_cause(record);
   text += "\nheld at the peak:\n";
   size_t lines = 0;
-  for (const WatchedProcess* const of : largest(record)) {
-    if (of->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
-    text += fmt::format("  {:>12}  {}{}\n", format_size(of->held_at_peak_bytes), name_of(*of),
-                        huge_pages_text(*of));
+  for (const WatchedProcess* const process : largest(record)) {
+    if (process->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
+    text += fmt::format("  {:>12}  {}{}\n", format_size(process->held_at_peak_bytes),
+                        name_of(*process), huge_pages_text(*process));
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {

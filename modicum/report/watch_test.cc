@@ -39,12 +39,12 @@ WatchRecord recorded() {
       {.pid = 6, .parent = 5, .name = "modicum-rank-0", .rank = 0, .begin_s = 0.1, .end_s = 0.3}};
   record.samples.resize(3);
   record.samples[0].at_s = 0.05;
-  add(record.samples[0], 0, owned({{at(WatchOwner::held), 10}}));
+  add(record.samples[0], 0, owned({{at(WatchOwner::unattributed), 10}}));
   record.samples[1] = {.at_s = 0.2, .page_cache_bytes = 7};
   add(record.samples[1], 1, owned({{at(Purpose::process), 2}, {at(Purpose::shards), 90}}));
-  add(record.samples[1], 0, owned({{at(WatchOwner::held), 12}}));
+  add(record.samples[1], 0, owned({{at(WatchOwner::unattributed), 12}}));
   record.samples[2].at_s = 0.35;
-  add(record.samples[2], 0, owned({{at(WatchOwner::held), 11}}));
+  add(record.samples[2], 0, owned({{at(WatchOwner::unattributed), 11}}));
   record.phases = {
       {.pid = 6, .rank = 0, .name = "load", .begin_s = 0.1, .end_s = 0.3, .promised_bytes = 100}};
   record.peak_bytes = 104 * kKiB;
@@ -85,9 +85,9 @@ TEST(WatchReport, Only32ProcessesHaveTracksTheOthersShareOne) {
   record.samples.resize(1);
   for (uint32_t process = 0; process < 40; ++process) {
     record.processes.push_back({.pid = 100 + static_cast<int>(process), .name = "sleep"});
-    add(record.samples[0], process, owned({{at(WatchOwner::held), 1 + process}}));
+    add(record.samples[0], process, owned({{at(WatchOwner::unattributed), 1 + process}}));
   }
-  record.samples[0].others = owned({{at(WatchOwner::held), 1000}});
+  record.samples[0].others = owned({{at(WatchOwner::unattributed), 1000}});
   const auto tracks = tracks_of(record);
   ASSERT_EQ(tracks.size(), 33U);
   EXPECT_EQ(tracks[0].pid(), 108);  // 100 to 107 hold least: 1 to 8 KiB
@@ -106,7 +106,8 @@ TEST(WatchReport, AChildThatInheritsItsRankIsLabelledByNameAndRank) {
       {.pid = 8, .parent = 6, .name = "engine", .rank = 1, .rank_variable = "RANK", .begin_s = 2},
       {.pid = 9, .parent = 5, .name = "rollout"}};
   std::vector<std::string> labels;
-  for (const WatchedProcess& of : record.processes) labels.push_back(label_of(record, of));
+  for (const WatchedProcess& process : record.processes)
+    labels.push_back(label_of(record, process));
   EXPECT_EQ(labels, (std::vector<std::string>{"rank 0", "rank 0", "worker of rank 0", "rank 1",
                                               "rollout"}));
 }

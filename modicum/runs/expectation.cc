@@ -18,19 +18,19 @@ Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> hea
       heartbeat_(std::move(heartbeat)),
       mark_(synth_mark(checkpoint.metadata)) {}
 
-void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> out) {
   heartbeat_();
-  const Stored& tensor = checkpoint_.manifest.tensors[stored];
+  const StoredTensor& tensor = checkpoint_.manifest.tensors[stored];
   if (mark_) {
-    synth_expected(*mark_, tensor.spec, first, n, into.data());
+    synth_expected(*mark_, tensor.spec, first, n, out.data());
     return;
   }
   open(tensor.at.file);
   const uint64_t begin = extent_of(tensor, first, n).begin;
-  if (into.size() < kPageBytes) {
-    copy_from_pages(begin, into);
+  if (out.size() < kPageBytes) {
+    copy_from_pages(begin, out);
   } else {
-    read(begin, into);
+    read(begin, out);
   }
 }
 
@@ -41,18 +41,18 @@ void Expectation::open(uint32_t file) {
   file_index_ = file;
 }
 
-void Expectation::read(uint64_t begin, std::span<std::byte> into) {
-  file_->read(into, begin);
+void Expectation::read(uint64_t begin, std::span<std::byte> out) {
+  file_->read(out, begin);
   // After each read, so that a changed file is reported as CONFLICT, not as a wrong value.
   require_unchanged(*file_, checkpoint_.manifest.files[file_index_].identity);
 }
 
-void Expectation::copy_from_pages(uint64_t begin, std::span<std::byte> into) {
-  while (!into.empty()) {
+void Expectation::copy_from_pages(uint64_t begin, std::span<std::byte> out) {
+  while (!out.empty()) {
     const auto from = page(begin / kPageBytes).subspan(begin % kPageBytes);
-    const size_t n = std::min(from.size(), into.size());
-    std::memcpy(into.data(), from.data(), n);
-    into = into.subspan(n);
+    const size_t n = std::min(from.size(), out.size());
+    std::memcpy(out.data(), from.data(), n);
+    out = out.subspan(n);
     begin += n;
   }
 }

@@ -23,12 +23,12 @@ namespace modicum {
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);
-  void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into);
+  void operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> out);
 
  private:
   void open(uint32_t file);
-  void read(uint64_t begin, std::span<std::byte> into);
-  void copy_from_pages(uint64_t begin, std::span<std::byte> into);
+  void read(uint64_t begin, std::span<std::byte> out);
+  void copy_from_pages(uint64_t begin, std::span<std::byte> out);
   std::span<const std::byte> page(uint64_t index);
 
   const Checkpoint& checkpoint_;

@@ -18,8 +18,8 @@ std::string count_text(uint64_t count) {
 std::string model_text(const RunFlags& flags, const Checkpoint& checkpoint) {
   const size_t end = flags.directory.find_last_not_of('/') + 1;  // 0 for "/"
   uint64_t elements = 0;
-  for (const Stored& of : checkpoint.manifest.tensors) {
-    elements += static_cast<uint64_t>(numel_of(of.spec.shape));
+  for (const StoredTensor& tensor : checkpoint.manifest.tensors) {
+    elements += static_cast<uint64_t>(numel_of(tensor.spec.shape));
   }
   const std::string& type = checkpoint.config.model_type;
   return fmt::format("{}{}, {} parameters", printable(base_name(flags.directory.substr(0, end))),
@@ -29,7 +29,7 @@ std::string model_text(const RunFlags& flags, const Checkpoint& checkpoint) {
 
 std::string dtype_text(const RunFlags& flags, const Manifest& manifest) {
   std::set<std::string_view> stored;
-  for (const Stored& of : manifest.tensors) stored.insert(torch_name(of.spec.dtype));
+  for (const StoredTensor& tensor : manifest.tensors) stored.insert(torch_name(tensor.spec.dtype));
   const std::string names = fmt::format("{}", fmt::join(stored, ", "));
   const auto dtype = dtype_flag(flags.dtype);
   if (!dtype) return fmt::format("as stored: {}", names);

@@ -57,10 +57,11 @@ Layout meshed_layout(const RunFlags& flags) {
 void refuse_inapplicable(const RunFlags& flags) {
   const bool is_meshed = flags.layout == "hsdp" || flags.layout == "tp-fsdp";
   const bool is_flat = flags.layout == "zero1" || flags.layout == "zero2";
-  const auto only_for = [&](bool given, bool allowed, std::string_view flag, std::string_view of) {
-    if (given && !allowed) {
+  const auto only_for = [&](bool is_given, bool allowed, std::string_view flag,
+                            std::string_view layout) {
+    if (is_given && !allowed) {
       fail(Category::usage, fmt::format("{} does not apply to this layout", flag),
-           {.expected = fmt::format("--layout {}", of),
+           {.expected = fmt::format("--layout {}", layout),
             .got = fmt::format("--layout {}", printable(flags.layout))});
     }
   };
@@ -122,8 +123,8 @@ Layout asked_layout(const RunFlags& flags, Targets targets) {
   add("--tp-replicate", flags.tp_replicate, TpKind::replicated);
   if (kinds.empty()) return layout;
   for (const TensorSpec* target : targets) {
-    const auto kind =
-        std::find_if(kinds.begin(), kinds.end(), [&](const Kind& of) { return of.has(target); });
+    const auto kind = std::find_if(kinds.begin(), kinds.end(),
+                                   [&](const Kind& candidate) { return candidate.has(target); });
     layout.kind_of.push_back(kind == kinds.end() ? 0 : kind->kind);
   }
   return layout;

@@ -57,7 +57,8 @@ std::string text_of(FileSystem& files, const std::string& path, Category too_lon
 
 void require_known_ties(const Manifest& manifest, bool untie, const Error& fault) {
   for (const NamedTie& tie : word_embedding_ties(manifest, untie)) {
-    fail_for(tie.name, fmt::format("whether the tensor is tied to '{}'", printable(tie.of)), fault);
+    fail_for(tie.name, fmt::format("whether the tensor is tied to '{}'", printable(tie.target)),
+             fault);
   }
 }
 
@@ -65,7 +66,7 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   for (const Target& target : recipe.targets) {
     if (!is_dequantised(recipe, target)) continue;
     for (const uint32_t stored : stored_under(recipe, target.root)) {
-      const Stored& codes = manifest.tensors[stored];
+      const StoredTensor& codes = manifest.tensors[stored];
       if (!codes.scale || codes.scale->fits()) continue;
       fail_for(codes.spec.fqn, "the block size of FP8 codes", fault);
     }
@@ -139,7 +140,7 @@ struct ParsedFlags {
   std::optional<DType> dtype;
   PlanOptions options;
   std::optional<StateFormat> optimizer;
-  Frozen frozen;
+  FrozenSet frozen;
 };
 
 // Checks the flags in a fixed order; the first invalid one is reported.
@@ -149,7 +150,7 @@ ParsedFlags parsed_flags(const RunFlags& flags) {
   asked_layout(flags, {});  // checks the flags of a layout; the targets are not known yet
   PlanOptions options = options_of(flags);
   const std::optional<StateFormat> optimizer = optimizer_flag(flags.optimizer);
-  Frozen frozen(flags.frozen, flags.without_state);
+  FrozenSet frozen(flags.frozen, flags.without_state);
   if (!optimizer && !flags.frozen.empty()) {
     fail(Category::usage, "--frozen needs --optimizer adamw:FORMAT");
   }
@@ -187,8 +188,9 @@ void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& c
                  });
   }
   const auto& stored = checkpoint.manifest.tensors;
-  const bool has_scales = std::any_of(stored.begin(), stored.end(),
-                                      [](const Stored& of) { return of.scale.has_value(); });
+  const bool has_scales = std::any_of(stored.begin(), stored.end(), [](const StoredTensor& tensor) {
+    return tensor.scale.has_value();
+  });
   const std::string& method = checkpoint.config.quant_method;
   if ((!parsed.dtype && !parsed.optimizer) || method.empty() || has_scales) return;
   warn_of_kept(recipe, checkpoint,
@@ -338,7 +340,8 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
     needed_bytes = std::max(needed_bytes, counted.needed_bytes);  // 0 with some strategies
     report.strategies.push_back({strategy.name, std::move(plan.promise), counted});
   }
-  for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
+  for (StrategyReport& strategy_report : report.strategies)
+    strategy_report.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(run, *report.budget);
   if (report.budget && report.deepspeed) {
     report.wider_refusal = refusal_of_deepspeed(report);

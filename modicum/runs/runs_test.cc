@@ -87,11 +87,12 @@ TEST(Runs, FitsTellsWhetherTheRequestedStrategyFits) {
   const PlanReport without = report_of(files, flags, "");
   EXPECT_FALSE(without.fits.has_value());
   EXPECT_FALSE(report_of(files, flags, "none").fits.has_value());
-  for (const StrategyReport& of : without.strategies) {
-    flags.strategy = of.strategy;
-    const uint64_t peak = of.promise.node_peak_bytes(0);
-    EXPECT_EQ(report_of(files, flags, std::to_string(peak)).fits, true) << of.strategy;
-    EXPECT_EQ(report_of(files, flags, std::to_string(peak - 1)).fits, false) << of.strategy;
+  for (const StrategyReport& strategy_report : without.strategies) {
+    flags.strategy = strategy_report.strategy;
+    const uint64_t peak = strategy_report.promise.node_peak_bytes(0);
+    EXPECT_EQ(report_of(files, flags, std::to_string(peak)).fits, true) << strategy_report.strategy;
+    EXPECT_EQ(report_of(files, flags, std::to_string(peak - 1)).fits, false)
+        << strategy_report.strategy;
   }
 }
 
@@ -244,8 +245,8 @@ TEST(Runs, ThePlanReportsTheOverread) {
   SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
   RunFlags flags{.directory = "/model", .ranks = 4};
   const auto ratio_of = [&](std::string_view strategy) {
-    for (const StrategyReport& of : report_of(files, flags, "").strategies) {
-      if (of.strategy == strategy) return of.overread_ratio();
+    for (const StrategyReport& strategy_report : report_of(files, flags, "").strategies) {
+      if (strategy_report.strategy == strategy) return strategy_report.overread_ratio();
     }
     return 0.0;
   };

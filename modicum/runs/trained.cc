@@ -39,16 +39,16 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag) {
        {.expected = "none or adamw:FORMAT", .got = printable(flag)});
 }
 
-Frozen::Frozen(const std::string& expression, std::span<const std::string> names)
+FrozenSet::FrozenSet(const std::string& expression, std::span<const std::string> names)
     : expression_(printable(expression)), names_(names.begin(), names.end()) {
   if (!expression.empty()) pattern_.emplace("--frozen", expression);
 }
 
-void Frozen::mark(Recipe& recipe) const {
+void FrozenSet::mark(Recipe& recipe) const {
   bool has_match = false;
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
-    const uint32_t of = recipe.is_alias(t) ? recipe.nodes[recipe.targets[t].root].from : t;
-    TensorSpec& spec = recipe.targets[of].spec;
+    const uint32_t target = recipe.is_alias(t) ? recipe.nodes[recipe.targets[t].root].from : t;
+    TensorSpec& spec = recipe.targets[target].spec;
     if (!can_require_grad(spec.dtype)) continue;
     const std::string& fqn = recipe.targets[t].spec.fqn;
     const bool is_match = pattern_ && pattern_->finds(fqn);

@@ -39,11 +39,11 @@ struct TrainedShard {
 };
 // The parameters that are not trained: they have no optimizer state, and may have any dtype. If the
 // name of an alias is among them, its target is frozen.
-class Frozen {
+class FrozenSet {
  public:
   // `expression`: the value of --frozen, "" for none; throws USAGE if it is invalid. `names`: FQNs
   // of more frozen parameters.
-  Frozen(const std::string& expression, std::span<const std::string> names);
+  FrozenSet(const std::string& expression, std::span<const std::string> names);
   // Gives the frozen parameters Role::buffer in the recipe. Throws USAGE if the expression matches
   // none.
   void mark(Recipe& recipe) const;

@@ -69,21 +69,21 @@ TEST(Trained, ShardsTileTheParametersInTheLoadedBuffers) {
     const Plan plan = plan_run(run, *run.options.strategy, std::nullopt);
     std::map<std::string, std::vector<int>> counted;
     for (int rank = 0; rank < flags.ranks; ++rank) {
-      for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
-        std::vector<int>& ticks = counted[of.shard.fqn];
-        ticks.resize(static_cast<size_t>(kTrained.at(of.shard.fqn)));
-        int64_t local = of.at;
-        for (const ShardRun& each : of.shard.runs) {
+      for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& trained) {
+        std::vector<int>& ticks = counted[trained.shard.fqn];
+        ticks.resize(static_cast<size_t>(kTrained.at(trained.shard.fqn)));
+        int64_t local = trained.at;
+        for (const ShardRun& each : trained.shard.runs) {
           for (int64_t i = 0; i < each.n; ++i, ++local) {
-            ticks[static_cast<size_t>(each.first + i)] += of.shard.counts ? 1 : 0;
-            for_each_held_run(plan, of.buffer, rank, {local, local + 1},
+            ticks[static_cast<size_t>(each.first + i)] += trained.shard.counts ? 1 : 0;
+            for_each_held_run(plan, trained.buffer, rank, {local, local + 1},
                               [&](uint32_t target, int64_t global, int64_t, int64_t) {
-                                EXPECT_EQ(target, of.target);
+                                EXPECT_EQ(target, trained.target);
                                 EXPECT_EQ(global, each.first + i);
                               });
           }
         }
-        EXPECT_LE(local, buffer_of(plan, of.buffer, rank).numel) << "no padding is trained";
+        EXPECT_LE(local, buffer_of(plan, trained.buffer, rank).numel) << "no padding is trained";
       });
     }
     ASSERT_EQ(counted.size(), kTrained.size());
@@ -101,8 +101,9 @@ TEST(Trained, LoadedMemoryIsTheMasterOrReceivesTheParameter) {
     flags.optimizer = optimizer;
     const modicum::Run run = open_run(files, flags);
     std::map<std::string, std::string> found;
-    for_each_trained(run.recipe, run.layout, *run.optimizer, 0, [&](TrainedShard&& of) {
-      found[of.shard.fqn] = std::string(row_of(of.format).name) + (of.is_master() ? "" : ", apart");
+    for_each_trained(run.recipe, run.layout, *run.optimizer, 0, [&](TrainedShard&& trained) {
+      found[trained.shard.fqn] =
+          std::string(row_of(trained.format).name) + (trained.is_master() ? "" : ", apart");
     });
     return found;
   };
@@ -216,7 +217,7 @@ TEST(Trained, FrozenParametersHaveNoState) {
     std::set<std::string> names_of;
     for (int rank = 0; rank < flags.ranks; ++rank) {
       for_each_trained(run.recipe, run.layout, *run.optimizer, rank,
-                       [&](TrainedShard&& of) { names_of.insert(of.shard.fqn); });
+                       [&](TrainedShard&& trained) { names_of.insert(trained.shard.fqn); });
     }
     const Plan plan = plan_run(run, *run.options.strategy, std::nullopt);
     return std::pair(names_of, plan.promise.phases.back().of_rank[0][Purpose::moments]);

@@ -138,9 +138,9 @@ std::vector<Alternative> would_fit(const Run& run, const Budget& budget) {
   for (const Change& change : changes_of(run, budget)) {
     if (change.count() == 0) continue;
     if (change.count() > changed) break;
-    if (auto one = search.try_change(change)) {
+    if (auto alternative = search.try_change(change)) {
       changed = change.count();
-      found.push_back(std::move(*one));
+      found.push_back(std::move(*alternative));
     }
   }
   return found;

@@ -7,7 +7,7 @@
 namespace modicum {
 namespace {
 
-Footprint of(uint64_t process, uint64_t shards, uint64_t staging) {
+Footprint footprint_of(uint64_t process, uint64_t shards, uint64_t staging) {
   Footprint footprint;
   footprint[Purpose::process] = process;
   footprint[Purpose::shards] = shards;
@@ -16,7 +16,7 @@ Footprint of(uint64_t process, uint64_t shards, uint64_t staging) {
 }
 
 TEST(Footprint, TheLedgersTotalExcludesTheProcess) {
-  Footprint footprint = of(10, 2, 3);
+  Footprint footprint = footprint_of(10, 2, 3);
   footprint[Purpose::page_tables] = 100;
   EXPECT_EQ(footprint.total(), 115u);
   EXPECT_EQ(footprint.ledger_total(), 5u);
@@ -24,10 +24,11 @@ TEST(Footprint, TheLedgersTotalExcludesTheProcess) {
 
 // Rank 0 peaks while loading, rank 1 while holding; rank 2 is on another node.
 Promise two_nodes() {
-  return {.phases = {{"load", {of(1, 20, 5), of(1, 10, 0), of(1, 7, 0)}},
-                     {"hold", {of(1, 20, 0), of(1, 30, 0), of(1, 7, 0)}}},
-          .node_of_rank = {0, 0, 1},
-          .launcher_bytes = 1000};
+  return {
+      .phases = {{"load", {footprint_of(1, 20, 5), footprint_of(1, 10, 0), footprint_of(1, 7, 0)}},
+                 {"hold", {footprint_of(1, 20, 0), footprint_of(1, 30, 0), footprint_of(1, 7, 0)}}},
+      .node_of_rank = {0, 0, 1},
+      .launcher_bytes = 1000};
 }
 
 TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
@@ -36,8 +37,8 @@ TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
   EXPECT_EQ(promise.nodes(), 2);
   EXPECT_EQ(promise.node_peak_bytes(0), 1000u + 26 + 31);
   EXPECT_EQ(promise.node_peak_bytes(1), 1000u + 8);
-  EXPECT_EQ(promise.on_node(0), of(1002, 50, 5));
-  EXPECT_EQ(promise.on_node(0, &promise.phases[1]), of(1002, 50, 0));
+  EXPECT_EQ(promise.on_node(0), footprint_of(1002, 50, 5));
+  EXPECT_EQ(promise.on_node(0, &promise.phases[1]), footprint_of(1002, 50, 0));
 }
 
 TEST(Promise, PeakPhaseHasTheHighestTotal) {

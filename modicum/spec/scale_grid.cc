@@ -57,7 +57,7 @@ std::optional<MatrixSize> both(const std::optional<int64_t>& rows,
 
 }  // namespace
 
-ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes) {
+ScaleGrid scale_grid(const Manifest& manifest, const StoredTensor& codes) {
   MODICUM_ASSERT(codes.scale.has_value());
   MODICUM_ASSERT(codes.scale->fits());
   const std::vector<int64_t>& scales = manifest.tensors[codes.scale->tensor].spec.shape;

@@ -40,7 +40,7 @@ struct ScaleGrid {
 };
 
 // The grid of codes whose scale fits (BlockScale::fits).
-ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes);
+ScaleGrid scale_grid(const Manifest& manifest, const StoredTensor& codes);
 
 // The block size with which scales of shape `scales` cover codes of shape `codes`, if it is
 // certain:

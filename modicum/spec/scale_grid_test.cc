@@ -57,11 +57,11 @@ TEST(LikelyBlock, DividesEvenlyAndHasNoRivalPowerOfTwo) {
 }
 
 TEST(BlockOf, ASingleScaleCoversAllCodes) {
-  for (const Shape& one : {Shape{}, Shape{1}, Shape{1, 1}, Shape{1, 1, 1}}) {
-    EXPECT_EQ(block_of({200, 300}, one, k128), (MatrixSize{200, 300}));
-    EXPECT_EQ(block_of({4, 200, 300}, one, std::nullopt), (MatrixSize{200, 300}));
-    EXPECT_EQ(block_of({}, one, std::nullopt), (MatrixSize{1, 1}));
-    EXPECT_EQ(block_of({0, 3}, one, std::nullopt), (MatrixSize{1, 3}));
+  for (const Shape& scale_shape : {Shape{}, Shape{1}, Shape{1, 1}, Shape{1, 1, 1}}) {
+    EXPECT_EQ(block_of({200, 300}, scale_shape, k128), (MatrixSize{200, 300}));
+    EXPECT_EQ(block_of({4, 200, 300}, scale_shape, std::nullopt), (MatrixSize{200, 300}));
+    EXPECT_EQ(block_of({}, scale_shape, std::nullopt), (MatrixSize{1, 1}));
+    EXPECT_EQ(block_of({0, 3}, scale_shape, std::nullopt), (MatrixSize{1, 3}));
   }
 }
 
@@ -100,8 +100,8 @@ TEST(ScaleGrid, FindsTheScaleOfEachCode) {
 }
 
 TEST(ScaleGrid, ASingleScaleAppliesToAllCodes) {
-  for (const Shape& one : {Shape{}, Shape{1, 1}, Shape{1, 1, 1}}) {
-    const Manifest manifest = pair_of({3, 4, 5}, one, {4, 5});
+  for (const Shape& scale_shape : {Shape{}, Shape{1, 1}, Shape{1, 1, 1}}) {
+    const Manifest manifest = pair_of({3, 4, 5}, scale_shape, {4, 5});
     const ScaleGrid grid = scale_grid(manifest, manifest.tensors[0]);
     for (int64_t element = 0; element < 60; ++element) EXPECT_EQ(grid.index_of(element), 0);
   }

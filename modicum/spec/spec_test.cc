@@ -97,7 +97,7 @@ TEST(Manifest, CountsItsDataAndItself) {
   EXPECT_EQ(manifest.data_bytes(), 28U);
   // Heap blocks: two dims (16 bytes) take 32; a name of 100 with its terminator takes 112; short
   // names are stored inside std::string.
-  EXPECT_EQ(manifest.held_bytes(), sizeof(DataFile) + 2 * sizeof(Stored) + 32 + 112);
+  EXPECT_EQ(manifest.held_bytes(), sizeof(DataFile) + 2 * sizeof(StoredTensor) + 32 + 112);
 }
 
 TEST(HeapBytes, FollowTheAllocatorsGranules) {

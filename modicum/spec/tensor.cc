@@ -52,24 +52,24 @@ std::string tensor_text(DType dtype, const std::vector<int64_t>& shape) {
 
 uint64_t Manifest::data_bytes() const noexcept {
   uint64_t bytes = 0;
-  for (const Stored& stored : tensors) bytes = saturating_add(bytes, stored.at.bytes());
+  for (const StoredTensor& stored : tensors) bytes = saturating_add(bytes, stored.at.bytes());
   return bytes;
 }
 
-uint64_t digest_chunks_of(const Stored& stored) noexcept {
+uint64_t digest_chunks_of(const StoredTensor& stored) noexcept {
   return (stored.at.bytes() + kDigestChunkBytes - 1) / kDigestChunkBytes;
 }
 
 uint64_t Manifest::digest_chunks() const noexcept {
   uint64_t chunks = 0;
-  for (const Stored& stored : tensors) chunks += digest_chunks_of(stored);
+  for (const StoredTensor& stored : tensors) chunks += digest_chunks_of(stored);
   return chunks;
 }
 
 uint64_t Manifest::held_bytes() const noexcept {
-  uint64_t bytes = files.size() * sizeof(DataFile) + tensors.size() * sizeof(Stored);
+  uint64_t bytes = files.size() * sizeof(DataFile) + tensors.size() * sizeof(StoredTensor);
   for (const DataFile& file : files) bytes += heap_bytes(file.name);
-  for (const Stored& stored : tensors) bytes += heap_bytes(stored.spec);
+  for (const StoredTensor& stored : tensors) bytes += heap_bytes(stored.spec);
   if (recorded.empty()) return bytes;
   // By chunk: its recorded sum, four sums, a mark, and what a rank hands to the launcher. By
   // tensor: two numbers.

@@ -68,12 +68,12 @@ struct BlockScale {
 };
 
 // A tensor of a checkpoint.
-struct Stored {
+struct StoredTensor {
   TensorSpec spec;
   Extent at;
   std::optional<BlockScale> scale;  // set for FP8 codes that have scales
 
-  bool operator==(const Stored&) const = default;
+  bool operator==(const StoredTensor&) const = default;
 };
 
 // Identifies the content of a file by its stat(2) data, which is read when the header is validated,
@@ -103,13 +103,13 @@ struct DataFile {
 // too long, have digests only.
 enum class ChunkSumKind : uint8_t { digest, checksum };
 constexpr uint64_t kDigestChunkBytes = 4 * kMiB;
-uint64_t digest_chunks_of(const Stored& stored) noexcept;
+uint64_t digest_chunks_of(const StoredTensor& stored) noexcept;
 
 // A validated checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
 // sorted by (file, begin), so the order of indices is the order of a sequential read.
 struct Manifest {
   std::vector<DataFile> files;
-  std::vector<Stored> tensors;
+  std::vector<StoredTensor> tensors;
   // A digest of the tensors' names, dtypes, shapes, extents and scales, and of the files' names and
   // sizes. Inodes and times are left out, so that copies of a checkpoint have equal identities.
   Digest identity;
@@ -121,10 +121,10 @@ struct Manifest {
 
   uint64_t data_bytes() const noexcept;     // sum over the tensors
   uint64_t digest_chunks() const noexcept;  // sum over the tensors
-  // Host memory of this value, and of a rank that compares values with `recorded` (Compared); equal
-  // for equal values.
+  // Host memory of this value, and of a rank that compares values with `recorded` (ComparedChunks);
+  // equal for equal values.
   uint64_t held_bytes() const noexcept;
-  uint64_t handed_over_bytes() const noexcept;  // the most that Compared::bytes returns
+  uint64_t handed_over_bytes() const noexcept;  // the most that ComparedChunks::bytes returns
 };
 
 }  // namespace modicum

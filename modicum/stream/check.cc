@@ -27,12 +27,12 @@ class ValueCheck {
   ValueCheck(const Plan& plan, int rank, ExpectedElements expected, const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
-  // Checks `held`, the elements of a local buffer from element `at` on.
-  void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
+  // Checks `elements`, the elements of a local buffer from element `at` on.
+  void local(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
     const LocalBuffer local = buffer_of(plan_, buffer, rank_);
-    const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
+    const auto n = static_cast<int64_t>(elements.size()) * 8 / bits_per_element(local.dtype);
     const auto bytes_from = [&](int64_t element) {
-      return held.subspan(bytes_of(local.dtype, element - at));
+      return elements.subspan(bytes_of(local.dtype, element - at));
     };
     for_each_held_run(plan_, buffer, rank_, {at, at + n},
                       [&](uint32_t target, int64_t global, int64_t place, int64_t count) {
@@ -48,7 +48,7 @@ class ValueCheck {
 
  private:
   // Checks `n` contiguous elements of target `t` from element `global` on.
-  void run(uint32_t t, int64_t global, int64_t n, std::span<const std::byte> held) {
+  void run(uint32_t t, int64_t global, int64_t n, std::span<const std::byte> elements) {
     const Target& target = plan_.recipe->targets[t];
     const DType dtype = target.spec.dtype;
     const bool whole_bytes = bits_per_element(dtype) % 8 == 0;
@@ -56,37 +56,38 @@ class ValueCheck {
       const ElementSource source = element_source(*plan_.recipe, target.root, global + i);
       const int64_t count = std::min({source.count, n - i, kCheckElements});
       MODICUM_ASSERT(whole_bytes || count % 2 == 0);  // two 4-bit elements share a byte
-      made_.resize(bytes_of(source.leaf->dtype, count));
+      source_bytes_.resize(bytes_of(source.leaf->dtype, count));
       expected_bytes_.resize(bytes_of(dtype, count));
       make(t, source, count);
       if (is_dequantised(*plan_.recipe, target)) {
-        const auto numbers = fp8_.numbers(source.leaf->from, source.first, made_);
+        const auto numbers = fp8_.numbers(source.leaf->from, source.first, source_bytes_);
         cast(numbers.data(), DType::f32, expected_bytes_.data(), dtype, count);
       } else {
-        cast(made_.data(), source.leaf->dtype, expected_bytes_.data(), dtype, count);
+        cast(source_bytes_.data(), source.leaf->dtype, expected_bytes_.data(), dtype, count);
       }
-      const auto got = held.subspan(bytes_of(dtype, i), expected_bytes_.size());
+      const auto got = elements.subspan(bytes_of(dtype, i), expected_bytes_.size());
       if (std::memcmp(got.data(), expected_bytes_.data(), expected_bytes_.size()) != 0)
         differ(target, global + i, got);
       i += count;
     }
   }
 
-  // Puts `count` elements of the source into made_, in the source's dtype.
+  // Puts `count` elements of the source into source_bytes_, in the source's dtype.
   void make(uint32_t t, const ElementSource& source, int64_t count) {
     const Node& leaf = *source.leaf;
     switch (leaf.op) {
-      case Op::stored: return expected_(leaf.from, source.first, count, made_);
+      case Op::stored: return expected_(leaf.from, source.first, count, source_bytes_);
       case Op::caller: {
         const auto whole = options_.caller(leaf.from);
-        std::memcpy(made_.data(), whole.data() + bytes_of(leaf.dtype, source.first), made_.size());
+        std::memcpy(source_bytes_.data(), whole.data() + bytes_of(leaf.dtype, source.first),
+                    source_bytes_.size());
         return;
       }
       default: {
         const std::string& fqn = plan_.recipe->targets[t].spec.fqn;
         init_fill({static_cast<InitKind>(leaf.arg[0]), std::bit_cast<double>(leaf.arg[1]),
                    options_.init_seed ^ name_hash(fqn), leaf.dtype},
-                  source.first, count, made_.data());
+                  source.first, count, source_bytes_.data());
       }
     }
   }
@@ -112,7 +113,7 @@ class ValueCheck {
   const ExpectedElements expected_;
   const LoadOptions& options_;
   ExpectedFp8 fp8_;
-  std::vector<std::byte> made_, expected_bytes_;
+  std::vector<std::byte> source_bytes_, expected_bytes_;
 };
 
 // Calls `fn` for the local buffers of the targets, in file order, then for those of flat groups.
@@ -127,9 +128,10 @@ void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn
 
 }  // namespace
 
-void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
+void check_elements(const Plan& plan, const HeldElements& elements, ExpectedElements expected,
                     const LoadOptions& options) {
-  ValueCheck(plan, held.rank, expected, options).local(held.buffer, held.at, held.bytes);
+  ValueCheck(plan, elements.rank, expected, options)
+      .local(elements.buffer, elements.at, elements.bytes);
 }
 
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
@@ -153,16 +155,16 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll 
   std::vector<uint32_t> buffers;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
     const bool is_target = b < plan.recipe->targets.size();
-    const uint32_t held = holder_of(plan, b);
-    if (is_target && plan.layout.is_flat(held)) continue;
-    const LocalBuffer local = buffer_of(plan, held, rank);
+    const uint32_t holder = holder_of(plan, b);
+    if (is_target && plan.layout.is_flat(holder)) continue;
+    const LocalBuffer local = buffer_of(plan, holder, rank);
     TensorSpec spec{buffer_name(plan, b), Role::param, local.dtype, {local.numel}};
     if (is_target) {
       spec.shape =
-          local_shape(plan.layout.sharding_of(held), plan.recipe->targets[held].spec, rank);
+          local_shape(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank);
     }
     specs.push_back(std::move(spec));
-    buffers.push_back(held);
+    buffers.push_back(holder);
   }
   SafetensorsWriter out(to.files, to.path, specs);
   for (size_t i = 0; i < specs.size(); ++i) {

@@ -44,14 +44,14 @@ Value take(std::span<const std::byte>& from) {
 
 }  // namespace
 
-Compared::Compared(const Manifest& manifest, std::string folder)
+ComparedChunks::ComparedChunks(const Manifest& manifest, std::string folder)
     : manifest_(manifest),
       folder_(std::move(folder)),
       sums_(has_record() ? manifest : kNoTensors, point_of(manifest), manifest.recorded_kind),
       is_compared_(manifest.recorded.size()) {}
 
 template <typename Fn>
-void Compared::for_each_chunk(const Fn& fn) const {
+void ComparedChunks::for_each_chunk(const Fn& fn) const {
   if (!has_record()) return;
   Chunk chunk;
   for (; chunk.stored < manifest_.tensors.size(); ++chunk.stored) {
@@ -62,42 +62,42 @@ void Compared::for_each_chunk(const Fn& fn) const {
   }
 }
 
-Extent Compared::extent_of(const Chunk& chunk) const noexcept {
+Extent ComparedChunks::extent_of(const Chunk& chunk) const noexcept {
   const Extent& tensor = manifest_.tensors[chunk.stored].at;
   const uint64_t begin = chunk.of_tensor * kDigestChunkBytes;
   return {tensor.file, begin, std::min(begin + kDigestChunkBytes, tensor.bytes())};
 }
 
-uint64_t Compared::added(const Chunk& chunk) const noexcept {
+uint64_t ComparedChunks::added(const Chunk& chunk) const noexcept {
   return sums_.of_tensor(chunk.stored)[chunk.of_tensor].count;
 }
 
-void Compared::add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes) {
+void ComparedChunks::add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes) {
   if (has_record()) sums_.add(stored, at, bytes);
 }
 
-void Compared::add(const Transfer& transfer, const std::byte* from) {
+void ComparedChunks::add(const Transfer& transfer, const std::byte* from) {
   if (has_record()) sums_.add(transfer.from, transfer.runs, from);
 }
 
-void Compared::compare(const Chunk& chunk, uint64_t times) const {
+void ComparedChunks::compare(const Chunk& chunk, uint64_t times) const {
   const uint64_t expected = times * manifest_.recorded[chunk.of_all];
   const ChunkSum& sum = sums_.of_tensor(chunk.stored)[chunk.of_tensor];
   const uint64_t got =
       manifest_.recorded_kind == ChunkSumKind::checksum ? sum.checksum : sum.digest;
   if (got == expected) return;
-  const Stored& of = manifest_.tensors[chunk.stored];
+  const StoredTensor& tensor = manifest_.tensors[chunk.stored];
   fail(Category::integrity,
        fmt::format("the values{} are not those that were saved",
                    folder_.empty() ? "" : fmt::format(" in {}", folder_)),
-       {.file = manifest_.files[of.at.file].name,
-        .tensor = of.spec.fqn,
-        .offset = of.at.begin + extent_of(chunk).begin,
+       {.file = manifest_.files[tensor.at.file].name,
+        .tensor = tensor.spec.fqn,
+        .offset = tensor.at.begin + extent_of(chunk).begin,
         .expected = fmt::format("{:016x}", expected),
         .got = fmt::format("{:016x}", got)});
 }
 
-void Compared::compare() {
+void ComparedChunks::compare() {
   for_each_chunk([&](const Chunk& chunk) {
     const uint64_t times = sums_.times(chunk.stored, chunk.of_tensor).value_or(0);
     if (times == 0) return;
@@ -107,13 +107,13 @@ void Compared::compare() {
   });
 }
 
-bool Compared::has_rest() const noexcept {
+bool ComparedChunks::has_rest() const noexcept {
   bool has_rest = false;
   for_each_chunk([&](const Chunk& chunk) { has_rest |= added(chunk) > 0; });
   return has_rest;
 }
 
-uint64_t Compared::compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room) {
+uint64_t ComparedChunks::compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room) {
   DataReader reader(checkpoint);
   for_each_chunk([&](const Chunk& chunk) {
     if (added(chunk) == 0) return;
@@ -130,7 +130,7 @@ uint64_t Compared::compare_rest(const Checkpoint& checkpoint, std::span<std::byt
   return reader.bytes_read();
 }
 
-std::vector<std::byte> Compared::bytes() const {
+std::vector<std::byte> ComparedChunks::bytes() const {
   std::vector<ChunkRange> ranges;
   for (uint64_t c = 0; c < is_compared_.size(); ++c) {
     if (!is_compared_[c]) continue;
@@ -145,7 +145,7 @@ std::vector<std::byte> Compared::bytes() const {
   return all;
 }
 
-void Compared::merge(std::span<const std::byte> of_rank) {
+void ComparedChunks::merge(std::span<const std::byte> of_rank) {
   for (auto left = take<uint64_t>(of_rank); left > 0; --left) {
     const auto range = take<ChunkRange>(of_rank);
     const uint64_t chunks = is_compared_.size();
@@ -157,7 +157,7 @@ void Compared::merge(std::span<const std::byte> of_rank) {
 
 // A chunk of which some elements were read without being compared counts as not compared, even if
 // a rank has compared it whole.
-ComparedValues Compared::finish() {
+ComparedValues ComparedChunks::finish() {
   compare();
   ComparedValues values;
   uint32_t last = UINT32_MAX;  // the last tensor in not_compared

@@ -24,11 +24,11 @@ namespace modicum {
 //
 // Elements may be read several times, as by replicas, if all of a chunk are read equally often.
 // `add` is thread-safe. Without a record (Manifest::recorded) nothing is compared.
-class Compared {
+class ComparedChunks {
  public:
   // `folder`: the place of the manifest's files in the step, for errors: "" or "optimizer/".
-  explicit Compared(const Manifest& manifest, std::string folder = "");
-  Compared(const Manifest&&, std::string = "") = delete;
+  explicit ComparedChunks(const Manifest& manifest, std::string folder = "");
+  ComparedChunks(const Manifest&&, std::string = "") = delete;
 
   bool has_record() const noexcept { return !manifest_.recorded.empty(); }
   // Adds bytes [at, at + bytes.size()) of a stored tensor. Both ends must be at element boundaries.

@@ -40,10 +40,10 @@ struct SavedInMemory {
     }
   }
 
-  void add(Compared& to, uint32_t stored, uint64_t begin, uint64_t end) const {
+  void add(ComparedChunks& to, uint32_t stored, uint64_t begin, uint64_t end) const {
     to.add(stored, begin, std::span(values[stored]).subspan(begin, end - begin));
   }
-  void add_others(Compared& to) const {
+  void add_others(ComparedChunks& to) const {
     for (uint32_t s = 0; s < values.size(); ++s) {
       if (s != wide) add(to, s, 0, values[s].size());
     }
@@ -54,9 +54,10 @@ struct SavedInMemory {
   uint32_t wide = 0;
 };
 
-ComparedValues merged(const Manifest& manifest, std::initializer_list<const Compared*> ranks) {
-  Compared all(manifest);
-  for (const Compared* rank : ranks) all.merge(rank->bytes());
+ComparedValues merged(const Manifest& manifest,
+                      std::initializer_list<const ComparedChunks*> ranks) {
+  ComparedChunks all(manifest);
+  for (const ComparedChunks* rank : ranks) all.merge(rank->bytes());
   return all.finish();
 }
 
@@ -64,7 +65,7 @@ class ComparedKind : public testing::TestWithParam<ChunkSumKind> {};
 
 TEST_P(ComparedKind, AChunkReadWholeIsComparedAtOnce) {
   SavedInMemory saved(GetParam());
-  Compared rank(saved.manifest, "optimizer/");
+  ComparedChunks rank(saved.manifest, "optimizer/");
   saved.add(rank, saved.wide, 0, kChunk);
   rank.compare();
   saved.values[saved.wide][kChunk + 5] ^= std::byte{4};
@@ -86,14 +87,15 @@ TEST_P(ComparedKind, ADividedChunkIsComparedOnceAllRanksAreMerged) {
     const uint64_t all = saved.values[saved.wide].size();
     if (is_damaged) saved.values[saved.wide][3 * kChunk / 2] ^= std::byte{1};
     // Two replicas of two shards, which divide the second chunk.
-    Compared rank0(saved.manifest), rank1(saved.manifest), rank2(saved.manifest),
+    ComparedChunks rank0(saved.manifest), rank1(saved.manifest), rank2(saved.manifest),
         rank3(saved.manifest);
-    for (Compared* first : {&rank0, &rank2}) saved.add(*first, saved.wide, 0, 3 * kChunk / 2 - 8);
-    for (Compared* second : {&rank1, &rank3}) {
+    for (ComparedChunks* first : {&rank0, &rank2})
+      saved.add(*first, saved.wide, 0, 3 * kChunk / 2 - 8);
+    for (ComparedChunks* second : {&rank1, &rank3}) {
       saved.add(*second, saved.wide, 3 * kChunk / 2 - 8, all);
       saved.add_others(*second);
     }
-    for (Compared* rank : {&rank0, &rank1, &rank2, &rank3}) rank->compare();
+    for (ComparedChunks* rank : {&rank0, &rank1, &rank2, &rank3}) rank->compare();
     const auto merge = [&] { return merged(saved.manifest, {&rank0, &rank1, &rank2, &rank3}); };
     if (is_damaged) {
       const auto error = error_of([&] { merge(); });
@@ -111,43 +113,43 @@ TEST_P(ComparedKind, ADividedChunkIsComparedOnceAllRanksAreMerged) {
 INSTANTIATE_TEST_SUITE_P(Kinds, ComparedKind,
                          testing::Values(ChunkSumKind::digest, ChunkSumKind::checksum));
 
-TEST(Compared, OtherMultiplicitiesAndPartsAreReportedNotRefused) {
+TEST(ComparedChunks, OtherMultiplicitiesAndPartsAreReportedNotRefused) {
   const SavedInMemory saved;
   const uint64_t all = saved.values[saved.wide].size();
-  Compared rank0(saved.manifest), rank1(saved.manifest);
+  ComparedChunks rank0(saved.manifest), rank1(saved.manifest);
   saved.add(rank0, saved.wide, 0, kChunk / 2);
   saved.add(rank1, saved.wide, kChunk / 4, kChunk);  // overlaps with that of rank 0
   saved.add(rank1, saved.wide, 2 * kChunk, all);
   saved.add(rank1, saved.wide, kChunk, 2 * kChunk - 2);
   saved.add(rank0, saved.wide, kChunk, kChunk + 2);  // as many elements as the chunk has
   saved.add_others(rank0);
-  for (Compared* rank : {&rank0, &rank1}) rank->compare();
+  for (ComparedChunks* rank : {&rank0, &rank1}) rank->compare();
   const ComparedValues values = merged(saved.manifest, {&rank0, &rank1});
   EXPECT_EQ(values.bytes, saved.manifest.data_bytes() - 2 * kChunk);
   EXPECT_EQ(values.not_compared, std::vector<std::string>{"wide"});
 }
 
 // Read whole by one rank, and only in part by another: what the other has is not compared.
-TEST(Compared, APartThatIsNotComparedCountsBesideAWholeChunk) {
+TEST(ComparedChunks, APartThatIsNotComparedCountsBesideAWholeChunk) {
   const SavedInMemory saved;
-  Compared rank0(saved.manifest), rank1(saved.manifest);
+  ComparedChunks rank0(saved.manifest), rank1(saved.manifest);
   saved.add(rank0, saved.wide, 0, saved.values[saved.wide].size());
   saved.add_others(rank0);
   saved.add(rank1, saved.wide, 4, 400);
-  for (Compared* rank : {&rank0, &rank1}) rank->compare();
+  for (ComparedChunks* rank : {&rank0, &rank1}) rank->compare();
   EXPECT_TRUE(merged(saved.manifest, {&rank0}).not_compared.empty());
   EXPECT_EQ(merged(saved.manifest, {&rank0, &rank1}).not_compared,
             std::vector<std::string>{"wide"});
 }
 
 // Columns of a matrix: runs with gaps, some of which cross the end of a chunk.
-TEST(Compared, RunsWithGapsAreDigestedAtTheirPlaces) {
+TEST(ComparedChunks, RunsWithGapsAreDigestedAtTheirPlaces) {
   const SavedInMemory saved;
   for (uint32_t s = 0; s < saved.values.size(); ++s) {
     const TensorSpec& spec = saved.manifest.tensors[s].spec;
     const int64_t rows = spec.shape[0], columns = spec.shape[1];
     const int64_t cut = spec.dtype == DType::f4 ? 2 : columns / 3;
-    Compared whole(saved.manifest);
+    ComparedChunks whole(saved.manifest);
     for (const auto& [first, length] : {std::pair(int64_t{0}, cut), {cut, columns - cut}}) {
       const Transfer part{
           .from = s,
@@ -163,9 +165,9 @@ TEST(Compared, RunsWithGapsAreDigestedAtTheirPlaces) {
   }
 }
 
-TEST(Compared, BytesOfAnotherCheckpointAreRefused) {
+TEST(ComparedChunks, BytesOfAnotherCheckpointAreRefused) {
   const SavedInMemory saved;
-  Compared all(saved.manifest), rank(saved.manifest);
+  ComparedChunks all(saved.manifest), rank(saved.manifest);
   saved.add(rank, saved.wide, 0, kChunk);
   saved.add(rank, saved.wide, kChunk, kChunk + 64);
   rank.compare();
@@ -182,7 +184,7 @@ TEST(Compared, BytesOfAnotherCheckpointAreRefused) {
   }
 }
 
-TEST(Compared, TheRestOfAChunkIsReadOnceMore) {
+TEST(ComparedChunks, TheRestOfAChunkIsReadOnceMore) {
   for (const bool is_damaged : {false, true}) {
     SavedInMemory saved;
     if (is_damaged) saved.values[saved.wide][100] ^= std::byte{1};
@@ -197,7 +199,7 @@ TEST(Compared, TheRestOfAChunkIsReadOnceMore) {
     file->close();
     Checkpoint checkpoint = open_checkpoint(files, "/m");
     checkpoint.manifest.recorded = saved.manifest.recorded;
-    Compared rank(checkpoint.manifest);
+    ComparedChunks rank(checkpoint.manifest);
     saved.add(rank, saved.wide, 2000, 4000);
     rank.compare();
     EXPECT_TRUE(rank.has_rest());
@@ -212,12 +214,12 @@ TEST(Compared, TheRestOfAChunkIsReadOnceMore) {
 }
 
 // Catches: the promise lacks what a rank holds to compare.
-TEST(Compared, ItsMemoryIsCounted) {
+TEST(ComparedChunks, ItsMemoryIsCounted) {
   const SavedInMemory saved;
   Manifest plain = saved.manifest;
   plain.recorded = {};
   const uint64_t counted = saved.manifest.held_bytes() - plain.held_bytes();
-  Compared rank(saved.manifest);
+  ComparedChunks rank(saved.manifest);
   saved.add(rank, saved.wide, 2, 4 * kMiB);
   EXPECT_LE(rank.bytes().size() + sizeof(uint64_t), saved.manifest.handed_over_bytes());
   EXPECT_GE(counted, ChunkSums::held_bytes(saved.manifest) +

@@ -39,7 +39,7 @@ Coverage::Coverage(const Plan& plan, int rank, uint64_t point)
     : plan_(plan),
       rank_(rank),
       powers_(point),
-      written_(std::make_unique<Written[]>(buffer_count(plan))) {
+      written_(std::make_unique<WrittenElements[]>(buffer_count(plan))) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) expected_.push_back(expected(b));
 }
 
@@ -65,7 +65,7 @@ void Coverage::tick(const Transfer& done) noexcept {
   // A compared alias has no elements in a local buffer. Its comparison is counted at the alias's
   // index in `written_`.
   const uint32_t number = done.compared ? done.target : done.buffer;
-  Written& written = written_[number];
+  WrittenElements& written = written_[number];
   const Places& places = expected_[number];
   if (!lies_within(r, places.begin, places.end)) {
     written.outside.store(true, std::memory_order_relaxed);
@@ -80,7 +80,7 @@ void Coverage::tick(const Transfer& done) noexcept {
 void Coverage::prove() const {
   for (uint32_t b = 0; b < buffer_count(plan_); ++b) {
     const auto [begin, end] = expected_[b];
-    const Written& written = written_[b];
+    const WrittenElements& written = written_[b];
     const uint64_t fingerprint = begin == end ? 0 : powers_.sum(begin, 1, end - begin);
     if (!written.outside && written.count == end - begin && written.fingerprint == fingerprint) {
       continue;

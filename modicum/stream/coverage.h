@@ -39,7 +39,7 @@ class Coverage {
   struct Places {
     uint64_t begin = 0, end = 0;
   };
-  struct Written {
+  struct WrittenElements {
     std::atomic<uint64_t> count{0}, fingerprint{0};
     std::atomic<bool> outside{false};
   };
@@ -48,8 +48,8 @@ class Coverage {
   const Plan& plan_;
   int rank_;
   Powers powers_;
-  std::vector<Places> expected_;        // by buffer
-  std::unique_ptr<Written[]> written_;  // by buffer
+  std::vector<Places> expected_;                // by buffer
+  std::unique_ptr<WrittenElements[]> written_;  // by buffer
 };
 
 // The `got` of an error about elements that were not written exactly once each: "9 elements", or,

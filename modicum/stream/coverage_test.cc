@@ -144,9 +144,9 @@ TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
 // squares is also right, and in the third list the sum of cubes. A proof by such sums would accept
 // them.
 TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
-  const auto singles = [](std::vector<int64_t> of) {
+  const auto singles = [](std::vector<int64_t> indices) {
     Places places;
-    for (const int64_t at : of) places.push_back({.length = 1, .at = at});
+    for (const int64_t at : indices) places.push_back({.length = 1, .at = at});
     return places;
   };
   EXPECT_FALSE(OneBuffer(4).proves(singles({1, 1, 2, 2})));

@@ -5,16 +5,16 @@ namespace modicum {
 
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to, Space space) {
   const DataFile& described = manifest.files[file];
-  const std::unique_ptr<File> made = to.files.create(join_path(to.directory, described.name));
+  const std::unique_ptr<File> out = to.files.create(join_path(to.directory, described.name));
   if (space == Space::reserved) {
-    made->allocate(described.identity.size_bytes);
+    out->allocate(described.identity.size_bytes);
   } else {
-    made->truncate(described.identity.size_bytes);
+    out->truncate(described.identity.size_bytes);
   }
   const std::string header = output_header(manifest, file);
-  made->write(std::as_bytes(std::span(header)), 0);
-  made->sync();
-  made->close();
+  out->write(std::as_bytes(std::span(header)), 0);
+  out->sync();
+  out->close();
   return header.size();
 }
 

@@ -25,25 +25,25 @@ double distance(double a, double b) noexcept {
 
 // One of the two checkpoints.
 struct DiffSource {
-  explicit DiffSource(const Checkpoint& of) : checkpoint(of), compared(of.manifest) {}
+  explicit DiffSource(const Checkpoint& source) : checkpoint(source), compared(source.manifest) {}
 
   const Checkpoint& checkpoint;
-  Compared compared;
+  ComparedChunks compared;
 };
 
 // Reads a source, and compares what it reads with the source's record.
 class DiffReader {
  public:
-  explicit DiffReader(DiffSource& of) : of_(of), reader_(of.checkpoint) {}
-  void read(const Stored& stored, uint64_t at, std::span<std::byte> into) {
-    reader_.read(stored.at.file, stored.at.begin + at, into);
-    const auto index = &stored - of_.checkpoint.manifest.tensors.data();
-    of_.compared.add(static_cast<uint32_t>(index), at, into);
+  explicit DiffReader(DiffSource& source) : source_(source), reader_(source.checkpoint) {}
+  void read(const StoredTensor& stored, uint64_t at, std::span<std::byte> out) {
+    reader_.read(stored.at.file, stored.at.begin + at, out);
+    const auto index = &stored - source_.checkpoint.manifest.tensors.data();
+    source_.compared.add(static_cast<uint32_t>(index), at, out);
   }
   void finish() { reader_.finish(); }
 
  private:
-  DiffSource& of_;
+  DiffSource& source_;
   DataReader reader_;
 };
 
@@ -54,7 +54,7 @@ class Comparison {
       : a_(a), b_(b), poll_(poll), buffer_(kDiffBytes) {}
 
   // The difference of the values of two tensors of equal dtype, if any.
-  std::optional<Difference> values(const Stored& of_a, const Stored& of_b) {
+  std::optional<Difference> values(const StoredTensor& of_a, const StoredTensor& of_b) {
     Difference found{.tensor = of_a.spec.fqn, .shape = of_a.spec.shape};
     const auto from_a = std::span(buffer_).first(buffer_.size() / 2);
     const auto from_b = std::span(buffer_).subspan(from_a.size());
@@ -71,7 +71,7 @@ class Comparison {
   }
 
   // The difference of two tensors whose dtypes differ and are castable.
-  Difference rounded(const Stored& of_a, const Stored& of_b) {
+  Difference rounded(const StoredTensor& of_a, const StoredTensor& of_b) {
     const DType dtype_a = of_a.spec.dtype, dtype_b = of_b.spec.dtype;
     Difference to_a = of_dtypes(of_a.spec, of_b.spec), to_b = to_a;
     to_a.rounded_to = dtype_a;
@@ -84,9 +84,11 @@ class Comparison {
     const int64_t numel = numel_of(of_a.spec.shape);
     for (int64_t done = 0; done < numel; done += most) {
       const int64_t n = std::min(most, numel - done);
-      const auto read = [&](DiffReader& reader, const Stored& of, std::span<std::byte> into) {
-        reader.read(of, bytes_of(of.spec.dtype, done), into.first(bytes_of(of.spec.dtype, n)));
-        return Side{into.data(), of.spec.dtype};
+      const auto read = [&](DiffReader& reader, const StoredTensor& tensor,
+                            std::span<std::byte> out) {
+        reader.read(tensor, bytes_of(tensor.spec.dtype, done),
+                    out.first(bytes_of(tensor.spec.dtype, n)));
+        return Side{out.data(), tensor.spec.dtype};
       };
       const Side a = read(a_, of_a, from_a), b = read(b_, of_b, from_b);
       poll_(bytes_of(dtype_a, n));
@@ -133,19 +135,20 @@ class Comparison {
   };
   // Elements of less than 8 bits are compared by bytes: of two 4-bit elements in a byte both are
   // counted, and of 6-bit elements one for each byte that differs.
-  static void count(const Elements& of, Difference& found) {
-    const DType dtype = of.compared_a.dtype;
+  static void count(const Elements& elements, Difference& found) {
+    const DType dtype = elements.compared_a.dtype;
     const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
     const uint64_t unit = std::max<uint64_t>(8, bits) / 8;
     const bool are_numbers = is_castable(dtype);
-    for (uint64_t i = 0; i < of.bytes; i += unit) {
-      if (std::memcmp(of.compared_a.bytes + i, of.compared_b.bytes + i, unit) == 0) continue;
-      const auto index = static_cast<int64_t>((of.begin + i) * 8 / bits);
+    for (uint64_t i = 0; i < elements.bytes; i += unit) {
+      if (std::memcmp(elements.compared_a.bytes + i, elements.compared_b.bytes + i, unit) == 0)
+        continue;
+      const auto index = static_cast<int64_t>((elements.begin + i) * 8 / bits);
       if (are_numbers) {
         const auto element = static_cast<int64_t>(i / unit);
-        const double a = value_at(of.a.bytes, of.a.dtype, element);
-        const double b = value_at(of.b.bytes, of.b.dtype, element);
-        if (of.a.dtype != of.b.dtype && std::isnan(a) && std::isnan(b)) continue;
+        const double a = value_at(elements.a.bytes, elements.a.dtype, element);
+        const double b = value_at(elements.b.bytes, elements.b.dtype, element);
+        if (elements.a.dtype != elements.b.dtype && std::isnan(a) && std::isnan(b)) continue;
         if (const double by = distance(a, b); !found.largest || by > *found.largest) {
           found.largest = by;
           found.largest_index = index;
@@ -176,12 +179,12 @@ std::string_view kind_name(Difference::Kind kind) noexcept {
 
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t)> poll) {
-  std::map<std::string_view, const Stored*> unmatched;  // tensors of B not found in A yet
-  for (const Stored& stored : b.manifest.tensors) unmatched[stored.spec.fqn] = &stored;
+  std::map<std::string_view, const StoredTensor*> unmatched;  // tensors of B not found in A yet
+  for (const StoredTensor& stored : b.manifest.tensors) unmatched[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
   std::vector<std::optional<Difference>> difference_of(tensors.size());  // by tensor of A
   // By tensor of A: the tensor of B with which its values are compared, or null.
-  std::vector<const Stored*> to_compare(tensors.size());
+  std::vector<const StoredTensor*> to_compare(tensors.size());
   Differences all;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& spec = tensors[t].spec;
@@ -190,7 +193,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
       difference_of[t] = whole(spec, Difference::Kind::only_in_a);
       continue;
     }
-    const Stored& other = *found->second;
+    const StoredTensor& other = *found->second;
     unmatched.erase(found);
     ++all.tensors;
     const bool is_same_dtype = other.spec.dtype == spec.dtype;
@@ -211,7 +214,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     Comparison comparison(from_a, from_b, poll);
     for (size_t t = static_cast<size_t>(worker); t < tensors.size();
          t += static_cast<size_t>(threads)) {
-      const Stored* const other = to_compare[t];
+      const StoredTensor* const other = to_compare[t];
       if (other == nullptr) continue;
       difference_of[t] = other->spec.dtype == tensors[t].spec.dtype
                              ? comparison.values(tensors[t], *other)
@@ -227,7 +230,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
   for (std::optional<Difference>& difference : difference_of) {
     if (difference) all.found.push_back(std::move(*difference));
   }
-  for (const Stored& stored : b.manifest.tensors) {
+  for (const StoredTensor& stored : b.manifest.tensors) {
     if (unmatched.contains(stored.spec.fqn)) {
       all.found.push_back(whole(stored.spec, Difference::Kind::only_in_b));
     }

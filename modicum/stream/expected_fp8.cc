@@ -31,15 +31,15 @@ double value_of(DType dtype, uint8_t code) {
 using Values = std::array<double, 256>;
 
 const Values& values_of(DType dtype) {
-  const auto made = [](DType of) {
+  const auto decode_all = [](DType format) {
     Values values;
     for (size_t code = 0; code < values.size(); ++code) {
-      values[code] = value_of(of, static_cast<uint8_t>(code));
+      values[code] = value_of(format, static_cast<uint8_t>(code));
     }
     return values;
   };
-  static const Values kE4m3 = made(DType::f8_e4m3);
-  static const Values kE5m2 = made(DType::f8_e5m2);
+  static const Values kE4m3 = decode_all(DType::f8_e4m3);
+  static const Values kE5m2 = decode_all(DType::f8_e5m2);
   return dtype == DType::f8_e4m3 ? kE4m3 : kE5m2;
 }
 
@@ -75,7 +75,7 @@ void ExpectedFp8::fetch_row(uint32_t scales, int64_t row, int64_t columns) {
 
 std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
                                                 std::span<const std::byte> codes) {
-  const Stored& tensor = plan_.manifest->tensors[stored];
+  const StoredTensor& tensor = plan_.manifest->tensors[stored];
   const std::vector<int64_t>& shape = tensor.spec.shape;
   const std::vector<int64_t>& grid = plan_.manifest->tensors[tensor.scale->tensor].spec.shape;
   const bool one_for_all = numel_of(grid) == 1;

@@ -44,7 +44,7 @@ FileSink::FileSink(const Plan& plan, const Manifest& saved, std::span<const uint
 }
 
 void FileSink::copy(uint32_t target, int64_t at, std::span<const std::byte> elements) {
-  const Stored& stored = saved_.tensors[places_[target]];
+  const StoredTensor& stored = saved_.tensors[places_[target]];
   const uint64_t begin = stored.at.begin + bytes_of(stored.spec.dtype, at);
   MODICUM_ASSERT(begin + elements.size() <= stored.at.end);
   digested_.add(target, at, elements);

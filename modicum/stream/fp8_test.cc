@@ -53,10 +53,10 @@ struct Model {
   Checkpoint checkpoint;
 
   // `are_apart`: the scales are in a file of their own.
-  explicit Model(std::vector<Tensor> of, bool are_apart = false) {
+  explicit Model(std::vector<Tensor> model_tensors, bool are_apart = false) {
     std::map<std::string, std::vector<const Tensor*>> files_of;
     std::vector<std::pair<std::string, std::string>> index;
-    for (const Tensor& tensor : of) {
+    for (const Tensor& tensor : model_tensors) {
       const std::string& fqn = tensor.spec.fqn;
       const bool is_scale = are_apart && fqn.ends_with("_scale_inv");
       index.emplace_back(fqn, is_scale ? "scales.safetensors" : "model.safetensors");
@@ -73,7 +73,7 @@ struct Model {
     if (are_apart) files.put("/m/model.safetensors.index.json", index_json(index, 0));
     files.put("/m/config.json", kConfig);
     checkpoint = open_checkpoint(files, "/m");
-    for (Tensor& tensor : of) tensors[tensor.spec.fqn] = std::move(tensor);
+    for (Tensor& tensor : model_tensors) tensors[tensor.spec.fqn] = std::move(tensor);
   }
 };
 
@@ -82,12 +82,12 @@ struct Model {
 Model all_kinds() {
   using S = std::vector<int64_t>;
   constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
-  std::vector<Tensor> of;
+  std::vector<Tensor> tensors;
   using Kind = std::pair<DType, S>;
   const auto pair = [&](const std::string& name, const Kind& codes, const Kind& scales,
                         const char* ending = "_scale_inv") {
-    of.push_back(codes_of(name, codes.first, codes.second));
-    of.push_back(scales_of(name + ending, scales.first, scales.second));
+    tensors.push_back(codes_of(name, codes.first, codes.second));
+    tensors.push_back(scales_of(name + ending, scales.first, scales.second));
   };
   pair("ragged.weight", {kE4m3, {200, 300}}, {DType::f32, {2, 3}});
   pair("large.weight", {kE4m3, {301, 1100}}, {DType::f32, {3, 9}});
@@ -101,9 +101,9 @@ Model all_kinds() {
   pair("experts.gate_up_proj", {kE4m3, {3, 200, 140}}, {DType::f32, {3, 2, 2}});
   pair("vector", {kE4m3, {300}}, {DType::f32, {3}});
   pair("none.weight", {kE4m3, {0, 300}}, {DType::f32, {0, 3}});
-  of.push_back(codes_of("bare.weight", kE4m3, {20, 30}));
-  of.push_back({{"norm", Role::param, DType::bf16, {33}}, std::vector<std::byte>(66)});
-  return Model(std::move(of));
+  tensors.push_back(codes_of("bare.weight", kE4m3, {20, 30}));
+  tensors.push_back({{"norm", Role::param, DType::bf16, {33}}, std::vector<std::byte>(66)});
+  return Model(std::move(tensors));
 }
 
 // A stored scale as fp32.
@@ -118,9 +118,9 @@ float widened(DType dtype, const std::byte* at) {
 
 // A code's value, computed by the dequantising kernel with the scale 1.
 float code_of(DType dtype, std::byte code) {
-  const float one = 1;
+  const float scale = 1;
   float value = 0;
-  dequant({&code, dtype, &one, 0, 1}, reinterpret_cast<std::byte*>(&value), DType::f32, 1);
+  dequant({&code, dtype, &scale, 0, 1}, reinterpret_cast<std::byte*>(&value), DType::f32, 1);
   return value;
 }
 
@@ -175,15 +175,15 @@ std::vector<std::byte> whole(const Model& model, const Recipe& recipe, const Tar
   return due;
 }
 
-using Wholes = std::vector<std::vector<std::byte>>;  // by target
+using WholeTargets = std::vector<std::vector<std::byte>>;  // by target
 
 // Stored elements for check_elements and check_values.
 auto expected_of(const Model& model) {
-  return [&model](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
+  return [&model](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> out) {
     const Tensor& tensor = model.tensors.at(model.checkpoint.manifest.tensors[stored].spec.fqn);
     const auto size = static_cast<size_t>(bytes_per_element(tensor.spec.dtype));
-    ASSERT_EQ(into.size(), static_cast<size_t>(n) * size);
-    std::memcpy(into.data(), tensor.bytes.data() + static_cast<size_t>(first) * size, into.size());
+    ASSERT_EQ(out.size(), static_cast<size_t>(n) * size);
+    std::memcpy(out.data(), tensor.bytes.data() + static_cast<size_t>(first) * size, out.size());
   };
 }
 
@@ -208,7 +208,7 @@ std::vector<std::byte> cut(const std::vector<std::byte>& whole, const TensorSpec
 struct Setting {
   const Model& model;
   const Recipe& recipe;
-  const Wholes& wholes;
+  const WholeTargets& wholes;
   int world;
   int dim;
 };
@@ -271,7 +271,7 @@ void load_all(const Setting& s, const Strategy& strategy, Destination destinatio
 }
 
 void expect_grid(const Model& model, const Recipe& recipe) {
-  Wholes wholes;
+  WholeTargets wholes;
   for (const Target& target : recipe.targets) {
     wholes.push_back(recipe.nodes[target.root].op == Op::alias ? std::vector<std::byte>{}
                                                                : whole(model, recipe, target));
@@ -312,36 +312,36 @@ TEST(LoadFp8, SomeTensorsMayBeDequantisedAndOthersNot) {
 }
 
 Model experts(bool are_apart = false) {
-  std::vector<Tensor> of;
+  std::vector<Tensor> tensors;
   for (int e = 0; e < 3; ++e) {
     for (const char* kind : {"gate", "up", "down"}) {
       const bool down = std::string_view(kind) == "down";
       const std::string name = "e." + std::to_string(e) + "." + kind + ".weight";
-      of.push_back(
+      tensors.push_back(
           codes_of(name, DType::f8_e4m3,
                    down ? std::vector<int64_t>{130, 200} : std::vector<int64_t>{200, 130}));
-      of.push_back(scales_of(name + "_scale_inv", DType::f32, {2, 2}));
+      tensors.push_back(scales_of(name + "_scale_inv", DType::f32, {2, 2}));
     }
   }
-  return Model(std::move(of), are_apart);
+  return Model(std::move(tensors), are_apart);
 }
 
 // Codes that a recipe permutes, gathers and slices keep their own scales.
 TEST(LoadFp8, ExpertsAreStackedTransposedAndDequantised) {
   const Model model = experts();
   RecipeBuilder b(model.checkpoint.manifest);
-  const auto of = [&](int e, const char* kind) {
+  const auto expert = [&](int e, const char* kind) {
     return b.stored("e." + std::to_string(e) + "." + kind + ".weight");
   };
   const auto stack = [&](const char* kind) {
-    return b.stack(0, {of(0, kind), of(1, kind), of(2, kind)});
+    return b.stack(0, {expert(0, kind), expert(1, kind), expert(2, kind)});
   };
   b.target("gate_up", b.cat(1, {stack("gate"), stack("up")}), DType::bf16);
   b.target("down", b.permute({0, 2, 1}, stack("down")), DType::f32);
-  b.target("rows", b.gather(0, {199, 0, 128, 127, 5, 6}, of(0, "gate")), DType::f16);
-  b.target("part", b.slice(1, 100, 130, of(1, "up")), DType::bf16);
-  b.target("flat", b.reshape({260, 100}, of(2, "up")), DType::bf16);
-  b.target("codes", of(0, "down"));  // the same codes a second time, as stored
+  b.target("rows", b.gather(0, {199, 0, 128, 127, 5, 6}, expert(0, "gate")), DType::f16);
+  b.target("part", b.slice(1, 100, 130, expert(1, "up")), DType::bf16);
+  b.target("flat", b.reshape({260, 100}, expert(2, "up")), DType::bf16);
+  b.target("codes", expert(0, "down"));  // the same codes a second time, as stored
   b.target("scale", b.stored("e.0.down.weight_scale_inv"));
   b.alias("again", "gate_up");
   expect_grid(model, b.finish());
@@ -429,7 +429,7 @@ TEST(LoadFp8, EveryFailingCallIsNamed) {
       } catch (const Error& error) {
         failure = error;
       }
-      EXPECT_EQ(ledger.held(), Footprint{});
+      EXPECT_EQ(ledger.footprint(), Footprint{});
       if (static_cast<int64_t>(failing.calls().size()) < n) break;
       const std::string call = failing.calls()[static_cast<size_t>(n) - 1].what;
       ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << " " << call;

@@ -154,11 +154,11 @@ class Load {
   // Carries out the transfers that read no file. LoadOptions::caller must be called on the thread
   // that called load(), and run_workers runs the last worker there.
   void make(Worker& worker) {
-    for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
-      const bool is_callers = made.source == Transfer::Source::caller;
+    for_each_made_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
+      const bool is_callers = transfer.source == Transfer::Source::caller;
       if (!(is_callers ? worker.is_last() : worker.is_my_turn())) return;
       at_.board->check();
-      worker.writer.make(made);
+      worker.writer.make(transfer);
     });
   }
 
@@ -186,7 +186,7 @@ class Load {
     const bool reads = reads_storage(plan_, at_.rank);
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
-      const NodeRead::Wanted& wanted = read.wanted[place];
+      const NodeRead::Request& wanted = read.wanted[place];
       if (reads) fetch(worker, {read.stored, read.at}, read.scale);
       if (group.size() > 1) {
         at_.exchange->broadcast(0, worker.slot.first(read.bytes()), {wanted.begin, wanted.end});
@@ -207,22 +207,22 @@ class Load {
   }
 
   // A part of a stored tensor, and whether no other rank of the node needs it.
-  struct Fetched {
+  struct FetchedPart {
     uint32_t stored = 0;
     const Extent& at;
     bool once = false;
   };
 
   // One read, with a heartbeat.
-  void fetch_into(std::span<std::byte> into, const Fetched& part, DataReader& reader) {
+  void fetch_into(std::span<std::byte> out, const FetchedPart& part, DataReader& reader) {
     at_.board->check();
     naming_tensor(plan_.manifest->tensors[part.stored].spec.fqn,
-                  [&] { reader.read(part.at.file, part.at.begin, into, part.once); });
+                  [&] { reader.read(part.at.file, part.at.begin, out, part.once); });
     at_.board->beat(at_.rank, part.at.bytes());
   }
 
   // Reads stored bytes to the front of the worker's slot, and their scales right after them.
-  void fetch(Worker& worker, const Fetched& part, const Extent& scale) {
+  void fetch(Worker& worker, const FetchedPart& part, const Extent& scale) {
     const uint64_t bytes = part.at.bytes();
     fetch_into(worker.slot.first(bytes), part, worker.codes);
     if (scale.bytes() == 0) return;
@@ -234,7 +234,7 @@ class Load {
   // file.
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
-    const Stored& stored = plan_.manifest->tensors[transfer.from];
+    const StoredTensor& stored = plan_.manifest->tensors[transfer.from];
     return slot.data() +
            (extent_of(stored, transfer.runs.first, transfer.runs.length).begin - begin);
   }
@@ -263,8 +263,9 @@ class Load {
     });
   }
 
-  std::span<std::byte> bytes_of_whole(const RankWindow::Whole& of) const noexcept {
-    return window_memory_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
+  std::span<std::byte> bytes_of_whole(const RankWindow::WholeTensor& whole) const noexcept {
+    return window_memory_.bytes().subspan(whole.place,
+                                          plan_.manifest->tensors[whole.stored].at.bytes());
   }
 
   void put_from_window(const RankWindow::Tensor& tensor, const Transfer& transfer, Writer& writer) {
@@ -286,8 +287,8 @@ class Load {
     make(worker);
   }
 
-  void broadcast(const RankWindow::Whole& of) {
-    const std::span<std::byte> tensor = bytes_of_whole(of);
+  void broadcast(const RankWindow::WholeTensor& whole) {
+    const std::span<std::byte> tensor = bytes_of_whole(whole);
     at_.exchange->broadcast(0, tensor);
     received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }

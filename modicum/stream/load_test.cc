@@ -119,7 +119,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
     if (call.what == "read") result.reads.push_back(call);
   }
   result.at_peak = ledger.at_peak();
-  result.after = ledger.held();
+  result.after = ledger.footprint();
   return result;
 }
 
@@ -150,23 +150,23 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
 }
 
 // The memory of one rank's load, computed without the code of modicum/plan.
-struct Simulated {
+struct Simulation {
   uint64_t shards = 0, window = 0, staging = 0;
 };
 
-Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
-                   std::string_view strategy, int world, int rank) {
-  Simulated held;
+Simulation simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
+                    std::string_view strategy, int world, int rank) {
+  Simulation simulated;
   for (const TensorSpec& t : targets) {  // padded along dim 0, on 64-byte boundaries, whole pages
     int64_t elements = 1;
     for (size_t d = 0; d < t.shape.size(); ++d) {
       elements *= d == 0 ? (t.shape[0] + world - 1) / world : t.shape[d];
     }
-    held.shards =
-        (held.shards + 63) / 64 * 64 +
+    simulated.shards =
+        (simulated.shards + 63) / 64 * 64 +
         static_cast<uint64_t>(elements) * static_cast<uint64_t>(bytes_per_element(t.dtype));
   }
-  held.shards = (held.shards + 4095) / 4096 * 4096;
+  simulated.shards = (simulated.shards + 4095) / 4096 * 4096;
   uint64_t model = 0, largest = 0;
   for (const TensorSpec& s : stored) {
     const uint64_t bytes = bytes_of(s.dtype, numel_of(s.shape));
@@ -174,16 +174,16 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     largest = std::max(largest, bytes);
   }
   const auto pages = [](uint64_t bytes) { return (bytes + 4095) / 4096 * 4096; };
-  if (strategy == "full-per-rank") held.window = pages(model);
+  if (strategy == "full-per-rank") simulated.window = pages(model);
   if (strategy == "rank0-broadcast") {
-    held.window = pages(rank == 0 ? model : largest);
-    if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
+    simulated.window = pages(rank == 0 ? model : largest);
+    if (world > 1) simulated.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
   // If the ranks of these strategies exchange, the staging includes their parts of the ring.
   if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
-    held.staging = kStaging;
+    simulated.staging = kStaging;
   }
-  return held;
+  return simulated;
 }
 
 // The plan's counts equal the recorded reads and the load's own counts.
@@ -206,7 +206,7 @@ void expect_exact(const Plan& plan, const Specs& stored, int rank, const RankRes
   for (size_t t = 0; t < plan.recipe->targets.size(); ++t) {
     if (!plan.recipe->is_alias(t)) targets.push_back(plan.recipe->targets[t].spec);
   }
-  const Simulated simulated = simulate(stored, targets, plan.strategy().name, plan.ranks(), rank);
+  const Simulation simulated = simulate(stored, targets, plan.strategy().name, plan.ranks(), rank);
   EXPECT_EQ(promised[Purpose::shards], simulated.shards);
   EXPECT_EQ(promised[Purpose::window], simulated.window);
   EXPECT_EQ(promised[Purpose::staging], simulated.staging);
@@ -269,7 +269,7 @@ struct Model {
   MemoryFileSystem files;
   Checkpoint checkpoint;
 
-  explicit Model(Specs of) : specs(std::move(of)) {
+  explicit Model(Specs model_specs) : specs(std::move(model_specs)) {
     files.make_directory("/model");
     put_model(files, "/model/model.safetensors", specs);
     checkpoint = open_checkpoint(files, "/model");
@@ -379,9 +379,9 @@ TEST(LoadExact, ADeviceGetsTheSameElementsByCopies) {
     FakeDeviceSink device(plan, 0);
     load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, device);
     EXPECT_EQ(ledger.at_peak()[Purpose::shards], 0U);
-    const auto held = load_all({&model.files, &model.checkpoint, &host});
+    const auto host_results = load_all({&model.files, &model.checkpoint, &host});
     for (const uint32_t t : plan.order)
-      EXPECT_EQ(device.buffer(t), held[0].buffers[t]) << strategy.name;
+      EXPECT_EQ(device.buffer(t), host_results[0].buffers[t]) << strategy.name;
   }
 }
 
@@ -515,7 +515,7 @@ TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
     EXPECT_EQ(error.category(), Category::budget);
   }
   EXPECT_EQ(recorded.bytes_read(), 0U);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(LoadFault, AFileReplacedAfterItWasOpenedIsAConflict) {
@@ -678,9 +678,8 @@ TEST(CheckValues, OneWrongBitIsReported) {
   const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
   SteadyClock clock;
   SharedBoard board(2, clock);
-  const auto expected = [&](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
-    synth_fill(name_hash(model.specs[stored].fqn), model.specs[stored].dtype, first, n,
-               into.data());
+  const auto expected = [&](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> out) {
+    synth_fill(name_hash(model.specs[stored].fqn), model.specs[stored].dtype, first, n, out.data());
   };
   run_workers(2, [&](int rank) {
     Ledger ledger;

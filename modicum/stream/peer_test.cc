@@ -49,7 +49,7 @@ struct Model {
   Recipe recipe;
 };
 
-struct Loaded {
+struct LoadedRank {
   std::vector<std::vector<std::byte>> buffers;  // empty if the rank failed
   LoadOutcome outcome;
   std::optional<Error> failure;
@@ -58,11 +58,11 @@ struct Loaded {
 
 using MakeExchange = std::function<std::unique_ptr<Exchange>(int rank)>;
 
-std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
-                             const MakeExchange& make_exchange) {
-  std::vector<Loaded> loaded(static_cast<size_t>(plan.ranks()));
+std::vector<LoadedRank> load_all(const Model& model, const Plan& plan, Board& board,
+                                 const MakeExchange& make_exchange) {
+  std::vector<LoadedRank> loaded(static_cast<size_t>(plan.ranks()));
   run_workers(plan.ranks(), [&](int rank) {
-    Loaded& mine = loaded[static_cast<size_t>(rank)];
+    LoadedRank& mine = loaded[static_cast<size_t>(rank)];
     Ledger ledger;
     try {
       const auto exchange = make_exchange(rank);
@@ -75,14 +75,14 @@ std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
     } catch (const Error& error) {
       mine.failure = error;
     }
-    mine.after = ledger.held();
+    mine.after = ledger.footprint();
   });
   return loaded;
 }
 
 // Loads with a ThreadExchange for each rank. `calls`, if set, receives the calls of broadcast.
-std::vector<Loaded> load_scripted(const Model& model, const Plan& plan, Board& board,
-                                  std::vector<ThreadHub::Call>* calls = nullptr) {
+std::vector<LoadedRank> load_scripted(const Model& model, const Plan& plan, Board& board,
+                                      std::vector<ThreadHub::Call>* calls = nullptr) {
   ThreadHub hub(plan.ranks(), plan.staging.ring_part_bytes);
   auto loaded = load_all(model, plan, board, [&](int rank) -> std::unique_ptr<Exchange> {
     return std::make_unique<ThreadExchange>(hub, board, rank);
@@ -137,7 +137,7 @@ TEST(LoadAmongPeers, HeartbeatsAddUpToTheBytesReadOrReceived) {
   }
 }
 
-void expect_peer(const Loaded& loaded) {
+void expect_peer(const LoadedRank& loaded) {
   ASSERT_TRUE(loaded.failure.has_value());
   EXPECT_EQ(loaded.failure->category(), Category::peer) << loaded.failure->what();
   EXPECT_EQ(loaded.failure->facts().culprit_rank, BoardScript{}.culprit_rank);
@@ -151,7 +151,7 @@ TEST(LoadAmongPeers, APeersFailureBeforeTheNthPollEndsTheLoad) {
     const Plan plan = model.plan(strategy.name, 1);
     for (int64_t n = 1;; ++n) {
       ScriptedBoard board(1, {.fail_at_check = n});
-      const Loaded loaded = load_scripted(model, plan, board)[0];
+      const LoadedRank loaded = load_scripted(model, plan, board)[0];
       EXPECT_EQ(loaded.after, Footprint{});
       if (board.checks() < n) {
         EXPECT_FALSE(loaded.failure.has_value());
@@ -173,7 +173,7 @@ TEST(LoadAmongPeers, APeersFailureAtTheNthHeartbeatEndsTheLoad) {
   EXPECT_GE(beats, 2);
   for (int64_t n = 1; n <= beats; ++n) {
     ScriptedBoard board(1, {.fail_at_beat = n});
-    const Loaded loaded = load_scripted(model, plan, board)[0];
+    const LoadedRank loaded = load_scripted(model, plan, board)[0];
     if (n < beats) {
       expect_peer(loaded);
       EXPECT_EQ(static_cast<int64_t>(board.beats().size()), n) << "nothing more was read";
@@ -192,7 +192,7 @@ TEST(LoadAmongPeers, ARankWaitingForAFailedPeerStops) {
     const auto loaded = load_scripted(model, plan, board);
     // Rank 0 may succeed, if it has sent everything before the n-th heartbeat. Rank 1 always has
     // more to receive, so it fails.
-    for (const Loaded& rank : loaded) {
+    for (const LoadedRank& rank : loaded) {
       EXPECT_EQ(rank.after, Footprint{});
       if (!rank.failure) continue;
       EXPECT_EQ(rank.failure->category(), Category::peer);

@@ -30,7 +30,7 @@ struct World {
   MemoryFileSystem files;
   Checkpoint checkpoint;
   Recipe recipe;
-  std::vector<float> made = std::vector<float>(kRows * kColumns);
+  std::vector<float> init_values = std::vector<float>(kRows * kColumns);
   std::vector<std::thread::id> asked;  // the thread of each call of LoadOptions::caller
 
   World() {
@@ -50,23 +50,23 @@ struct World {
     for (const char* name : {"device", "given", "ours"}) builder.target(name, builder.stored(name));
     builder.target("made", builder.caller(0, {kRows, kColumns}, DType::f32));
     recipe = builder.finish();
-    std::iota(made.begin(), made.end(), 1000.F);
+    std::iota(init_values.begin(), init_values.end(), 1000.F);
   }
 
   Plan plan(const char* strategy) const {
     return make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
                      {.strategy = &strategy_named(strategy),
-                      .destination_of = {Destination::copy, Destination::given, Destination::cpu,
-                                         Destination::cpu},
+                      .destination_of = {Destination::copy, Destination::caller_memory,
+                                         Destination::cpu, Destination::cpu},
                       .staging_bytes = 8 * kMiB,  // a slot for each worker
-                      .init_bytes = made.size() * sizeof(float)});
+                      .init_bytes = init_values.size() * sizeof(float)});
   }
 
   LoadOptions options() {
     return {.threads = 3, .caller = [this](uint32_t ordinal) {
               EXPECT_EQ(ordinal, 0U);
               asked.push_back(std::this_thread::get_id());
-              return std::as_bytes(std::span(made));
+              return std::as_bytes(std::span(init_values));
             }};
   }
 };
@@ -108,27 +108,27 @@ TEST(Places, EachTargetGoesToItsOwnDestination) {
       const Plan plan = world.plan(strategy);
       AloneBoard board;
       Ledger ledger(plan.promise.ledger_limit_bytes(rank));
-      std::vector<std::byte> given(4 * kColumns * sizeof(float));
-      std::vector<std::byte> device(given.size());
+      std::vector<std::byte> caller_memory(4 * kColumns * sizeof(float));
+      std::vector<std::byte> device(caller_memory.size());
       const HostSink::Copy copy = [&](uint32_t buffer, int64_t at, auto elements) {
         EXPECT_EQ(buffer, 0U);
         std::memcpy(device.data() + at * 4, elements.data(), elements.size());
       };
-      HostSink sink(plan, rank, ledger, {{}, given}, copy);
+      HostSink sink(plan, rank, ledger, {{}, caller_memory}, copy);
       sink.poison();
       EXPECT_TRUE(sink.host(0).empty());
-      EXPECT_EQ(sink.host(1).data(), given.data());
+      EXPECT_EQ(sink.host(1).data(), caller_memory.data());
       const LoadOptions options = world.options();
       load(world.checkpoint, plan, {rank, &board, nullptr, &ledger}, sink, options);
       EXPECT_EQ(floats(device), rows_of(rank, 0)) << strategy << rank;
-      EXPECT_EQ(floats(given), rows_of(rank, 100)) << strategy << rank;
+      EXPECT_EQ(floats(caller_memory), rows_of(rank, 100)) << strategy << rank;
       EXPECT_EQ(floats(sink.host(2)), rows_of(rank, 200)) << strategy << rank;
       EXPECT_EQ(floats(sink.host(3)), rows_of(rank, 1000)) << strategy << rank;
       ASSERT_FALSE(world.asked.empty());
       for (const auto thread : world.asked) EXPECT_EQ(thread, std::this_thread::get_id());
       // Two of four targets are in the arena: 80 bytes each, the second one on a 64-byte boundary.
       EXPECT_EQ(arena_begins(plan, rank), (std::vector<uint64_t>{0, 0, 0, 128, 208}));
-      EXPECT_EQ(ledger.held()[Purpose::shards], kPageBytes);
+      EXPECT_EQ(ledger.footprint()[Purpose::shards], kPageBytes);
       EXPECT_EQ(sink.release().bytes().size(), kPageBytes);
     }
   }
@@ -138,9 +138,9 @@ TEST(Places, GivenMemoryOfAnotherSizeIsRefusedByName) {
   const World world;
   const Plan plan = world.plan("own-shard");
   Ledger ledger;
-  std::vector<std::byte> given(4 * kColumns * sizeof(float) - 1);
+  std::vector<std::byte> caller_memory(4 * kColumns * sizeof(float) - 1);
   try {
-    const HostSink sink(plan, 0, ledger, {{}, given});
+    const HostSink sink(plan, 0, ledger, {{}, caller_memory});
     FAIL() << "expected USAGE, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::usage);
@@ -184,7 +184,7 @@ TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   AloneBoard board;
   Ledger ledger(plan.promise.ledger_limit_bytes(0));
   HostSink sink(plan, 0, ledger);
-  EXPECT_EQ(ledger.held()[Purpose::shards], 4 * kMiB);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], 4 * kMiB);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 0U);
   load(world.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);
@@ -198,12 +198,12 @@ TEST(HostSink, PoisoningCanBeCancelled) {
   const Plan plan = plan_alone(world, recipe);  // 40 MiB
   Ledger ledger;
   HostSink sink(plan, 0, ledger);
-  struct Stopped {};
+  struct StopRequest {};
   int polls = 0;
   const auto poll = [&polls] {
-    if (++polls == 3) throw Stopped{};
+    if (++polls == 3) throw StopRequest{};
   };
-  EXPECT_THROW(sink.poison(poll), Stopped);
+  EXPECT_THROW(sink.poison(poll), StopRequest);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes)
       << "expected 16 MiB after each of the two polls that did not throw";
 }

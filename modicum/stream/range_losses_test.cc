@@ -40,10 +40,11 @@ struct Model {
     files.put("/m/config.json", kConfig);
     SafetensorsWriter writer(files, "/m/model.safetensors", specs);
     for (size_t t = 0; t < specs.size(); ++t) {
-      auto& of = bytes.emplace_back(bytes_of(specs[t].dtype, numel_of(specs[t].shape)));
-      synth_fill(t, DType::u8, 0, static_cast<int64_t>(of.size()), of.data());
-      if (specs[t].shape[0] == 2) std::memcpy(of.data(), scales.data(), of.size());
-      writer.write(t, 0, of);
+      auto& tensor_bytes = bytes.emplace_back(bytes_of(specs[t].dtype, numel_of(specs[t].shape)));
+      synth_fill(t, DType::u8, 0, static_cast<int64_t>(tensor_bytes.size()), tensor_bytes.data());
+      if (specs[t].shape[0] == 2)
+        std::memcpy(tensor_bytes.data(), scales.data(), tensor_bytes.size());
+      writer.write(t, 0, tensor_bytes);
     }
     writer.finish();
     checkpoint = open_checkpoint(files, "/m");

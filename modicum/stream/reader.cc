@@ -37,7 +37,7 @@ void DataReader::close() noexcept {
 }
 
 void DataReader::drop_first() noexcept {
-  const Behind& behind = behind_.front();
+  const EnteredWindow& behind = behind_.front();
   if (!was_cached_[behind.index]) {
     file_->drop_cached(behind.index * kWindowBytes, (behind.index + 1) * kWindowBytes);
     cached_ -= behind.bytes;
@@ -52,16 +52,16 @@ void DataReader::enter(uint64_t window) {
   window_ = window;
 }
 
-bool DataReader::reads_around(uint64_t begin, std::span<std::byte> into) noexcept {
+bool DataReader::reads_around(uint64_t begin, std::span<std::byte> out) noexcept {
   if (options_.room.empty()) return false;
-  const std::optional<uint64_t> cached = file_->cached_bytes(begin, begin + into.size());
-  return cached && *cached < into.size() / 2 && file_->read_around(into, begin, options_.room);
+  const std::optional<uint64_t> cached = file_->cached_bytes(begin, begin + out.size());
+  return cached && *cached < out.size() / 2 && file_->read_around(out, begin, options_.room);
 }
 
-void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into, bool once) {
+void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> out, bool once) {
   open(file);
-  const bool around = once && reads_around(begin, into);
-  const uint64_t end = begin + into.size();
+  const bool around = once && reads_around(begin, out);
+  const uint64_t end = begin + out.size();
   // Old windows are dropped before the read fills new ones, so that the peak stays bounded.
   for (uint64_t at = begin; at < end; at = (window_ + 1) * kWindowBytes) {
     enter(at / kWindowBytes);
@@ -71,8 +71,8 @@ void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into, 
     cached_ += n;
     cached_peak_ = std::max(cached_peak_, cached_);
   }
-  if (!around) file_->read(into, begin);
-  bytes_read_ += into.size();
+  if (!around) file_->read(out, begin);
+  bytes_read_ += out.size();
 }
 
 }  // namespace modicum

@@ -43,9 +43,9 @@ class DataReader {
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;
 
-  // Fills `into` from file offset `begin` on. `once`: no other rank of the node needs these bytes.
+  // Fills `out` from file offset `begin` on. `once`: no other rank of the node needs these bytes.
   // Calls `finish` first if another file is open. Throws IO, FORMAT.TRUNC or CONFLICT.
-  void read(uint32_t file, uint64_t begin, std::span<std::byte> into, bool once = false);
+  void read(uint32_t file, uint64_t begin, std::span<std::byte> out, bool once = false);
   // Call after the last read: closes the open file. Throws CONFLICT if it has changed since its
   // header was validated. Data of earlier reads are valid only once this has returned.
   void finish();
@@ -55,12 +55,12 @@ class DataReader {
   uint64_t page_cache_peak_bytes() const noexcept { return cached_peak_; }
 
  private:
-  struct Behind {  // a window that this reader has entered
+  struct EnteredWindow {  // a window that this reader has entered
     uint64_t index = 0;
     uint64_t bytes = 0;  // of the reads that filled the page cache
   };
 
-  bool reads_around(uint64_t begin, std::span<std::byte> into) noexcept;
+  bool reads_around(uint64_t begin, std::span<std::byte> out) noexcept;
   void open(uint32_t file);
   void enter(uint64_t window);
   void drop_first() noexcept;
@@ -70,9 +70,9 @@ class DataReader {
   const Options options_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
-  uint64_t window_ = UINT64_MAX;  // the current window
-  std::vector<bool> was_cached_;  // by window: completely cached at open
-  std::deque<Behind> behind_;     // the current window last
+  uint64_t window_ = UINT64_MAX;      // the current window
+  std::vector<bool> was_cached_;      // by window: completely cached at open
+  std::deque<EnteredWindow> behind_;  // the current window last
   uint64_t bytes_read_ = 0;
   uint64_t cached_ = 0;  // sum of behind_[i].bytes
   uint64_t cached_peak_ = 0;

@@ -40,7 +40,7 @@ struct Files {
   // Reads bytes [begin, end) of a file's tensor, `piece` bytes at a time. Returns whether every
   // byte is right.
   bool read(DataReader& reader, uint32_t file, uint64_t begin, uint64_t end, uint64_t piece) {
-    const Stored& stored = checkpoint.manifest.tensors[file];
+    const StoredTensor& stored = checkpoint.manifest.tensors[file];
     bool right = true;
     for (uint64_t at = begin; at < end; at += piece) {
       std::vector<std::byte> bytes(std::min(piece, end - at), std::byte{0xff});
@@ -141,15 +141,15 @@ TEST(DataReader, SeekingBackCountsEachReadOnce) {
 TEST(DataReader, ReadsAroundThePageCacheWhatNoOtherRankNeeds) {
   Files files(20 << 20);
   files.recorded.be_cold();
-  std::vector<std::byte> room(64 * kKiB), into(3 * kMiB);
+  std::vector<std::byte> room(64 * kKiB), out(3 * kMiB);
   DataReader reader(files.checkpoint, {.room = room});
   const uint64_t data = files.checkpoint.manifest.tensors[0].at.begin;
-  reader.read(0, data + 7 * kMiB, into, true);
-  EXPECT_EQ(into[(7 * kMiB / 4099 + 1) * 4099 - 7 * kMiB],
+  reader.read(0, data + 7 * kMiB, out, true);
+  EXPECT_EQ(out[(7 * kMiB / 4099 + 1) * 4099 - 7 * kMiB],
             std::byte{static_cast<unsigned char>(7 * kMiB / 4099 + 1 + 'a')});
   EXPECT_EQ(reader.page_cache_peak_bytes(), 0U);
-  reader.read(0, data, into, false);
-  reader.read(0, data + 12 * kMiB, into, true);  // cached: be_cold reads the whole file ahead
+  reader.read(0, data, out, false);
+  reader.read(0, data + 12 * kMiB, out, true);  // cached: be_cold reads the whole file ahead
   const auto around = files.recorded.reads_around();
   ASSERT_EQ(around.size(), 1U);
   EXPECT_EQ(around[0].begin, data + 7 * kMiB);

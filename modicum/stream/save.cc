@@ -32,7 +32,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
 // The save's plan allocates no buffer: each is in host memory or read with Sink::fetch.
 PlanOptions options_of(const Plan& loaded, const SaveForm& form) {
   const auto at_hand = [](Destination to) {
-    return to == Destination::copy ? Destination::copy : Destination::given;
+    return to == Destination::copy ? Destination::copy : Destination::caller_memory;
   };
   PlanOptions options = loaded.options;
   options.strategy = &strategy_named("own-shard");
@@ -47,13 +47,13 @@ PlanOptions options_of(const Plan& loaded, const SaveForm& form) {
   return options;
 }
 
-std::vector<SavePlan::Copied> copied_of(const SavedForm& form, const Manifest& saved) {
+std::vector<SavePlan::CopiedTensor> copied_of(const SavedForm& form, const Manifest& saved) {
   std::vector<std::pair<std::string_view, uint32_t>> by_name;
   for (uint32_t s = 0; s < saved.tensors.size(); ++s) {
     by_name.emplace_back(saved.tensors[s].spec.fqn, s);
   }
   std::sort(by_name.begin(), by_name.end());
-  std::vector<SavePlan::Copied> copied;
+  std::vector<SavePlan::CopiedTensor> copied;
   for (const SavedTensor& tensor : form.tensors) {
     if (!tensor.is_copied) continue;
     const auto at = std::lower_bound(by_name.begin(), by_name.end(),
@@ -305,29 +305,29 @@ SavePlan::SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm&
       copied_(copied_of(form_, manifest_)) {}
 
 Footprint SavePlan::footprint() const {
-  Footprint held;
-  held[Purpose::header] = manifest_.held_bytes();
-  held[Purpose::plan] = plan_.held_bytes() + ChunkSums::held_bytes(manifest_);
-  return held;
+  Footprint result;
+  result[Purpose::header] = manifest_.held_bytes();
+  result[Purpose::plan] = plan_.held_bytes() + ChunkSums::held_bytes(manifest_);
+  return result;
 }
 
 SaveNeeds SavePlan::needs() const {
   SaveNeeds needs{footprint(), plan_.staging.gather_part_bytes};
-  needs.held[Purpose::staging] = plan_.staging.total_bytes - needs.gather_bytes;
+  needs.footprint[Purpose::staging] = plan_.staging.total_bytes - needs.gather_bytes;
   return needs;
 }
 
 Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes) {
-  Footprint held;
+  Footprint result;
   uint64_t staging = 0, gather = 0;
   for (const SaveNeeds& part : parts) {
-    held += part.held;
-    staging = std::max(staging, part.held[Purpose::staging]);
+    result += part.footprint;
+    staging = std::max(staging, part.footprint[Purpose::staging]);
     gather = std::max(gather, part.gather_bytes);
   }
-  held[Purpose::staging] = staging + gather;
-  held[Purpose::header] += 2 * own_bytes;
-  return held;
+  result[Purpose::staging] = staging + gather;
+  result[Purpose::header] += 2 * own_bytes;
+  return result;
 }
 
 void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from) {

@@ -16,7 +16,7 @@
 
 namespace modicum {
 
-class Compared;
+class ComparedChunks;
 struct RankContext;
 
 struct SaveForm {
@@ -44,11 +44,11 @@ class SavePlan {
   const Manifest& manifest() const noexcept { return manifest_; }  // lists the saved files
   const Plan& plan() const noexcept { return plan_; }              // would load the saved files
   // A tensor that no target reads: its index in the source's manifest and in the saved one.
-  struct Copied {
+  struct CopiedTensor {
     uint32_t from = 0;
     uint32_t to = 0;
   };
-  std::span<const Copied> copied() const noexcept { return copied_; }
+  std::span<const CopiedTensor> copied() const noexcept { return copied_; }
   // The memory of a save on each rank in addition to the buffers and plan().staging.
   Footprint footprint() const;
   struct SaveNeeds needs() const;
@@ -58,13 +58,13 @@ class SavePlan {
   Manifest manifest_;
   Recipe recipe_;
   Plan plan_;
-  std::vector<Copied> copied_;
+  std::vector<CopiedTensor> copied_;
 };
 
 // What the save of a part, the model or the optimizer's state, holds on a rank besides the values
 // that it saves.
 struct SaveNeeds {
-  Footprint held;             // its staging included, but not its part of a Gather
+  Footprint footprint;        // its staging included, but not its part of a Gather
   uint64_t gather_bytes = 0;  // that part
 };
 // What a save of all `parts` holds on a rank; the one rule for every front. The parts are saved one
@@ -100,7 +100,7 @@ struct SaveRun {
   Sink& from;       // the buffers that were loaded
   int threads = 1;  // upper limit
   Snapshot* snapshot = nullptr;
-  Compared* compared = nullptr;  // if set, receives the copies from the source
+  ComparedChunks* compared = nullptr;  // if set, receives the copies from the source
 };
 // Saves one rank's part of the plan. All ranks call it at the same time; `sums` receives the sums
 // of this rank's writes. Charges its memory, which is that of footprint() and the staging, to the

@@ -77,19 +77,19 @@ Recipe converting(const Manifest& manifest) {
   return b.finish();
 }
 
-struct Saved {
+struct SaveResult {
   std::vector<SaveOutcome> outcomes;  // by rank
   std::vector<Footprint> peaks;       // by rank: peak of the save in excess of the loaded state
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
 // Loads with all ranks, then saves to /out. The digests come from the merged, proven sums.
-Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
-                    FileSystem& files, int threads = 1) {
+SaveResult load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
+                         FileSystem& files, int threads = 1) {
   SteadyClock clock;
   SharedBoard board(plan.ranks(), clock);
   const auto ranks = static_cast<size_t>(plan.ranks());
-  Saved result{std::vector<SaveOutcome>(ranks), std::vector<Footprint>(ranks)};
+  SaveResult result{std::vector<SaveOutcome>(ranks), std::vector<Footprint>(ranks)};
   std::vector<std::vector<std::byte>> sums(ranks);
   files.make_directory("/out");
   const std::string out = "/out";
@@ -100,7 +100,7 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
     HostSink shards(plan, rank, ledger);
     load(checkpoint, plan, {rank, &board, nullptr, &ledger}, shards);
     ledger.mark();
-    const Footprint before = ledger.held();
+    const Footprint before = ledger.footprint();
     const auto gather = gathers.end_of(rank, board);
     if (gather != nullptr) gather->commit(ledger);
     const RankContext at{rank, &board, nullptr, &ledger, gather.get()};
@@ -122,7 +122,7 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
   return result;
 }
 
-std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& stored) {
+std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const StoredTensor& stored) {
   std::vector<std::byte> bytes(stored.at.bytes());
   open_data_file(checkpoint, stored.at.file)->read(bytes, stored.at.begin);
   return bytes;
@@ -131,12 +131,12 @@ std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& 
 // Expects the tensors of `specs` in the saved checkpoint, with the values that values_of generates.
 void expect_same(const Checkpoint& saved, Specs specs) {
   ASSERT_EQ(saved.manifest.tensors.size(), specs.size());
-  for (const Stored& stored : saved.manifest.tensors) {
-    const auto of = std::find_if(specs.begin(), specs.end(),
-                                 [&](const TensorSpec& s) { return s.fqn == stored.spec.fqn; });
-    ASSERT_NE(of, specs.end()) << stored.spec.fqn;
-    EXPECT_EQ(stored.spec, *of);
-    EXPECT_EQ(stored_bytes(saved, stored), values_of(*of)) << stored.spec.fqn;
+  for (const StoredTensor& stored : saved.manifest.tensors) {
+    const auto spec = std::find_if(specs.begin(), specs.end(),
+                                   [&](const TensorSpec& s) { return s.fqn == stored.spec.fqn; });
+    ASSERT_NE(spec, specs.end()) << stored.spec.fqn;
+    EXPECT_EQ(stored.spec, *spec);
+    EXPECT_EQ(stored_bytes(saved, stored), values_of(*spec)) << stored.spec.fqn;
   }
 }
 
@@ -177,7 +177,7 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
                     {.strategy = &strategy_named("own-shard"), .ranks_per_node = per_node});
       const SavePlan saved(checkpoint, plan, {.shard_bytes = shard_bytes});
       MemoryFileSystem files;
-      const Saved result = load_and_save(checkpoint, plan, saved, files, 2);
+      const SaveResult result = load_and_save(checkpoint, plan, saved, files, 2);
       expect_same(open_checkpoint(files, "/out"), model());
       uint64_t written = 0, read = 0, gathered = 0;
       for (const SaveOutcome& outcome : result.outcomes) {
@@ -291,7 +291,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
       expect_same(opened, model());
       continue;
     }
-    for (const Stored& stored : opened.manifest.tensors) {
+    for (const StoredTensor& stored : opened.manifest.tensors) {
       if (stored.spec.fqn != "conv") continue;
       const std::vector<std::byte> before = values_of(model()[5]);  // conv
       std::vector<std::byte> expected(2 * before.size());

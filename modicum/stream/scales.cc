@@ -20,7 +20,7 @@ constexpr uint32_t kInfinity = 0x7f800000U;
 ScalesAtHand scales_read(const Plan& plan, uint32_t stored, const Extent& read,
                          const std::byte* at_hand) {
   if (read.bytes() == 0) return {};
-  const Stored& scales = plan.manifest->tensors[plan.manifest->tensors[stored].scale->tensor];
+  const StoredTensor& scales = plan.manifest->tensors[plan.manifest->tensors[stored].scale->tensor];
   const auto before = static_cast<int64_t>(read.begin - scales.at.begin);
   return {at_hand, before / bytes_per_element(scales.spec.dtype)};
 }
@@ -32,7 +32,7 @@ Conversion::Conversion(const Plan& plan, const Transfer& transfer,
       dequantises_(transfer.dequantises()),
       scales_(scales) {
   if (!dequantises_) return;
-  const Stored& codes = plan.manifest->tensors[transfer.from];
+  const StoredTensor& codes = plan.manifest->tensors[transfer.from];
   scale_dtype_ = plan.manifest->tensors[codes.scale->tensor].spec.dtype;
   grid_ = scale_grid(*plan.manifest, codes);
 }
@@ -54,14 +54,15 @@ void Conversion::dequantise(const std::byte* from, int64_t first, std::byte* to,
   std::array<float, kScalesAtOnce> wide;
   while (n > 0) {
     const int64_t column = first % grid_.codes[1];
-    const int64_t into = column % block;  // codes of the first block that are before `first`
+    const int64_t skipped = column % block;  // codes of the first block that are before `first`
     const int64_t in_row = std::min(n, grid_.codes[1] - column);
-    const int64_t blocks = std::min(kScalesAtOnce, (into + in_row - 1) / block + 1);
+    const int64_t blocks = std::min(kScalesAtOnce, (skipped + in_row - 1) / block + 1);
     // Fewer blocks than the limit reach the end of the row.
-    const int64_t codes = blocks < kScalesAtOnce ? in_row : std::min(in_row, blocks * block - into);
+    const int64_t codes =
+        blocks < kScalesAtOnce ? in_row : std::min(in_row, blocks * block - skipped);
     const int64_t scale = grid_.index_of(first) - scales_.first;
     widen_scales(scales_.bytes + scale * scale_bytes, scale_dtype_, blocks, wide.data());
-    dequant({from, from_dtype_, wide.data(), into, block}, to, to_dtype_, codes, to_step);
+    dequant({from, from_dtype_, wide.data(), skipped, block}, to, to_dtype_, codes, to_step);
     from += codes;
     to += codes * to_bytes;
     first += codes;

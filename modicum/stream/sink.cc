@@ -14,16 +14,17 @@ constexpr size_t kPoisonStepBytes = 16 * kMiB;  // between calls of `poll`
 
 }  // namespace
 
-HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy copy)
+HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory caller_memory,
+                   Copy copy)
     : plan_(plan),
       rank_(rank),
       begins_(arena_begins(plan, rank)),
-      given_(std::move(given)),
+      caller_memory_(std::move(caller_memory)),
       copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
-    if (destination_of(plan, b) != Destination::given || holder_of(plan, b) != b) continue;
+    if (destination_of(plan, b) != Destination::caller_memory || holder_of(plan, b) != b) continue;
     const uint64_t expected = buffer_of(plan, b, rank).bytes();
-    const uint64_t got = b < given_.size() ? given_[b].size() : 0;
+    const uint64_t got = b < caller_memory_.size() ? caller_memory_[b].size() : 0;
     if (got == expected) continue;
     fail(Category::usage, "the memory given for a tensor has the wrong size",
          {.tensor = buffer_name(plan, b),
@@ -38,7 +39,7 @@ std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
   buffer = holder_of(plan_, buffer);
   const Destination to = destination_of(plan_, buffer);
   if (to == Destination::copy) return {};
-  if (to == Destination::given) return given_[buffer];
+  if (to == Destination::caller_memory) return caller_memory_[buffer];
   return arena_.bytes().subspan(begins_[buffer], buffer_of(plan_, buffer, rank_).bytes());
 }
 
@@ -62,7 +63,7 @@ void HostSink::poison(Poll poll) {
     }
   };
   fill(arena_.bytes());
-  for (const std::span<std::byte> given : given_) fill(given);
+  for (const std::span<std::byte> memory : caller_memory_) fill(memory);
 }
 
 DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
@@ -94,8 +95,8 @@ void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elem
                                           scaled(count));
                       };
                       add_with(seeds_[target]);
-                      for (const auto& [of, seed] : alias_seeds_) {
-                        if (of == target) add_with(seed);
+                      for (const auto& [alias, seed] : alias_seeds_) {
+                        if (alias == target) add_with(seed);
                       }
                     });
   sum_.fetch_add(sum, std::memory_order_relaxed);

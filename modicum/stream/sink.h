@@ -31,13 +31,14 @@ class Sink {
 // Destination::given are the caller's memory.
 class HostSink final : public Sink {
  public:
-  using Given = std::vector<std::span<std::byte>>;
+  using CallerMemory = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
   // given[b] is the memory of buffer b, used if its destination is Destination::given. `copy`
   // receives the elements of buffers with Destination::copy, on any thread. Throws USAGE, naming
   // the tensor, if given memory has another size than its buffer; BUDGET, NOMEM.
-  HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
-  HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
+  HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory caller_memory = {},
+           Copy copy = {});
+  HostSink(const Plan&&, int, Ledger&, CallerMemory = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Always throws UNSUPPORTED: elements that were passed to a callback can't be read back.
@@ -53,7 +54,7 @@ class HostSink final : public Sink {
   int rank_ = 0;
   Buffer arena_;
   std::vector<uint64_t> begins_;  // by buffer: offset in arena_; the last is the arena's size
-  const Given given_;
+  const CallerMemory caller_memory_;
   const Copy copy_;
 };
 

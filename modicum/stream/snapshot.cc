@@ -45,7 +45,8 @@ void Snapshot::lay_out() {
 }
 
 void Snapshot::expect(const Pieces& pieces) {
-  for_each_piece(pieces, [](const Found& of, int64_t) { of.block.left += of.part.size(); });
+  for_each_piece(pieces,
+                 [](const BlockPart& found, int64_t) { found.block.left += found.part.size(); });
 }
 
 void Snapshot::charge(Ledger& ledger) {
@@ -57,10 +58,11 @@ void Snapshot::charge(Ledger& ledger) {
 }
 
 void Snapshot::for_each_block(std::span<const std::byte> memory,
-                              FunctionRef<void(const Found&)> fn) {
+                              FunctionRef<void(const BlockPart&)> fn) {
   const uintptr_t begin = address(memory.data()), end = begin + memory.size();
-  auto region = std::upper_bound(regions_.begin(), regions_.end(), begin,
-                                 [](uintptr_t at, const Region& of) { return at < of.end; });
+  auto region =
+      std::upper_bound(regions_.begin(), regions_.end(), begin,
+                       [](uintptr_t at, const Region& candidate) { return at < candidate.end; });
   for (; region != regions_.end() && region->begin < end; ++region) {
     const uintptr_t last = std::min(end, region->end);
     for (uintptr_t at = std::max(begin, region->begin); at < last;) {
@@ -76,30 +78,30 @@ void Snapshot::for_each_block(std::span<const std::byte> memory,
 }
 
 void Snapshot::for_each_piece(const Pieces& pieces,
-                              FunctionRef<void(const Found&, int64_t piece)> fn) {
+                              FunctionRef<void(const BlockPart&, int64_t piece)> fn) {
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
     for_each_block({pieces.first + piece * pieces.step, pieces.size},
-                   [&](const Found& of) { fn(of, piece); });
+                   [&](const BlockPart& found) { fn(found, piece); });
   }
 }
 
 // The address of the part's copy in the window.
-std::byte* Snapshot::place_of(const Found& of) noexcept {
-  return window_.bytes().data() + static_cast<uint64_t>(of.block.place) * kBlockBytes +
-         (of.part.data() - of.whole.data());
+std::byte* Snapshot::place_of(const BlockPart& found) noexcept {
+  return window_.bytes().data() + static_cast<uint64_t>(found.block.place) * kBlockBytes +
+         (found.part.data() - found.whole.data());
 }
 
 void Snapshot::read(const Pieces& pieces, std::byte* to) {
-  for_each_piece(pieces, [&](const Found& of, int64_t piece) {
+  for_each_piece(pieces, [&](const BlockPart& found, int64_t piece) {
     const std::byte* const begin = pieces.first + piece * pieces.step;
     std::byte* const place = to + static_cast<uint64_t>(piece) * pieces.size;
     // Under the lock no step passes before_overwrite for a block that is still being read.
     const std::lock_guard lock(mutex_);
-    const std::byte* const from = of.block.place < 0 ? of.part.data() : place_of(of);
-    std::memcpy(place + (of.part.data() - begin), from, of.part.size());
-    MODICUM_ASSERT(of.block.left >= of.part.size());
-    of.block.left -= of.part.size();
-    if (of.block.left == 0) release(of.block);
+    const std::byte* const from = found.block.place < 0 ? found.part.data() : place_of(found);
+    std::memcpy(place + (found.part.data() - begin), from, found.part.size());
+    MODICUM_ASSERT(found.block.left >= found.part.size());
+    found.block.left -= found.part.size();
+    if (found.block.left == 0) release(found.block);
   });
 }
 
@@ -112,32 +114,33 @@ void Snapshot::release(Block& block) {
 
 // Copies the block if the save has yet to read it. Returns whether the block may be overwritten
 // now. Call with the lock.
-bool Snapshot::keep(const Found& of) {
-  if (of.block.left == 0 || of.block.place >= 0) return true;
+bool Snapshot::keep(const BlockPart& found) {
+  if (found.block.left == 0 || found.block.place >= 0) return true;
   if (free_.empty()) return false;
-  of.block.place = free_.back();
+  found.block.place = free_.back();
   free_.pop_back();
-  std::memcpy(place_of({of.block, of.whole, of.whole}), of.whole.data(), of.whole.size());
-  copied_bytes_ += of.whole.size();
+  std::memcpy(place_of({found.block, found.whole, found.whole}), found.whole.data(),
+              found.whole.size());
+  copied_bytes_ += found.whole.size();
   return true;
 }
 
 bool Snapshot::keep(std::span<const std::byte> memory) {
   bool all = true;
-  for_each_block(memory, [&](const Found& of) {
+  for_each_block(memory, [&](const BlockPart& found) {
     const std::lock_guard lock(mutex_);
-    all = keep(of) && all;
+    all = keep(found) && all;
   });
   return all;
 }
 
 void Snapshot::before_overwrite(std::span<const std::byte> memory) {
   if (is_over_.load(std::memory_order_acquire)) return;
-  for_each_block(memory, [&](const Found& of) {
+  for_each_block(memory, [&](const BlockPart& found) {
     std::unique_lock lock(mutex_);
-    if (keep(of)) return;
+    if (keep(found)) return;
     if (waiting_++ == 0) waiting_since_ns_ = clock_.now_ns();
-    while (!keep(of)) changed_.wait(lock);
+    while (!keep(found)) changed_.wait(lock);
     if (--waiting_ == 0) waited_ns_ += clock_.now_ns() - waiting_since_ns_;
   });
 }

@@ -81,17 +81,17 @@ class Snapshot {
     int32_t place = -1;  // of its copy in the window; -1: not copied
   };
   // A block, its memory, and the part of this memory that a caller named.
-  struct Found {
+  struct BlockPart {
     Block& block;
     std::span<const std::byte> whole, part;
   };
   uint64_t table_bytes() const noexcept {
     return round_up(blocks_.size() * sizeof(Block) + regions_.size() * sizeof(Region), kPageBytes);
   }
-  void for_each_block(std::span<const std::byte> memory, FunctionRef<void(const Found&)> fn);
-  void for_each_piece(const Pieces& pieces, FunctionRef<void(const Found&, int64_t piece)> fn);
-  std::byte* place_of(const Found& of) noexcept;
-  bool keep(const Found& of);
+  void for_each_block(std::span<const std::byte> memory, FunctionRef<void(const BlockPart&)> fn);
+  void for_each_piece(const Pieces& pieces, FunctionRef<void(const BlockPart&, int64_t piece)> fn);
+  std::byte* place_of(const BlockPart& found) noexcept;
+  bool keep(const BlockPart& found);
   void release(Block& block);
 
   const uint64_t window_bytes_;

@@ -75,7 +75,7 @@ TEST(Snapshot, IsReadAsItWasAtTheBeginning) {
       snapshot.lay_out();
       for (const auto tensor : model.tensors) snapshot.expect({tensor.data(), tensor.size()});
       snapshot.charge(ledger);
-      EXPECT_EQ(ledger.held()[Purpose::snapshot], snapshot.bytes());
+      EXPECT_EQ(ledger.footprint()[Purpose::snapshot], snapshot.bytes());
       std::vector<Bytes> read;
       for (const auto tensor : model.tensors) read.emplace_back(tensor.size());
       run_workers(4, [&](int worker) {
@@ -102,7 +102,7 @@ TEST(Snapshot, IsReadAsItWasAtTheBeginning) {
       EXPECT_EQ(ledger.peak_bytes(), snapshot.bytes()) << "more than was charged";
       EXPECT_LE(snapshot.copied_bytes(), window == 0 ? 0 : 100 * kBlock);
       snapshot.end();
-      EXPECT_EQ(ledger.held().total(), 0U);
+      EXPECT_EQ(ledger.footprint().total(), 0U);
     }
   }
 }
@@ -147,7 +147,7 @@ TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   snapshot.expect({memory.data(), memory.size()});
   const uint64_t before = resident_bytes();
   snapshot.charge(ledger);
-  EXPECT_GE(ledger.held()[Purpose::snapshot], kWindow);
+  EXPECT_GE(ledger.footprint()[Purpose::snapshot], kWindow);
   EXPECT_LT(resident_bytes(), before + kWindow / 2);
   // Not all of the memory: it may touch one block more than the window has places for, and the call
   // would wait for a reader.

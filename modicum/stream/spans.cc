@@ -69,7 +69,7 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
 }
 
 uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at,
-                    Compared& compared) {
+                    ComparedChunks& compared) {
   uint64_t read = 0;
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataReader reader(checkpoint);

@@ -14,7 +14,7 @@ namespace modicum {
 struct RankContext;
 struct SaveFiles;
 struct SaveOutcome;
-class Compared;
+class ComparedChunks;
 class Snapshot;
 
 // Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. Both ends must be at
@@ -42,6 +42,6 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
 // Reads into this rank's spans, and adds what it has read to `compared`. Returns the bytes read.
 // Throws FORMAT.TRUNC, IO; CONFLICT if a file changed; PEER if another rank failed.
 uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at,
-                    Compared& compared);
+                    ComparedChunks& compared);
 
 }  // namespace modicum

@@ -39,7 +39,7 @@ struct LoadOptions {
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
   // If set, receives the losses of all casts, with indices in the rank's local buffers.
   RangeLosses* losses = nullptr;
-  Compared* compared = nullptr;  // if set, receives all stored elements that are loaded
+  ComparedChunks* compared = nullptr;  // if set, receives all stored elements that are loaded
   uint64_t init_seed = 0;  // values of `init` rules depend only on this seed, the FQN and the index
 };
 
@@ -55,10 +55,10 @@ struct LoadOptions {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not use
+// Puts the expected elements [first, first + n) of a stored tensor into `out`. Must not use
 // `load`, since a check would then compare a load with itself.
 using ExpectedElements =
-    FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
+    FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> out)>;
 
 // Contiguous elements of a rank's local buffer, beginning with element `at` of the buffer.
 struct HeldElements {
@@ -71,7 +71,7 @@ struct HeldElements {
 // Compares a rank's elements with those that the recipe makes from `expected`, and padding with
 // zero. Evaluates the recipe with element_source, which is independent of the load's pull_back.
 // Throws INTEGRITY at the first difference, with the tensor, the element and both values.
-void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
+void check_elements(const Plan& plan, const HeldElements& elements, ExpectedElements expected,
                     const LoadOptions& options = {});
 // The same for all local buffers of `sink`, which must be in host memory.
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,

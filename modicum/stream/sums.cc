@@ -38,7 +38,7 @@ uint64_t digest_of_empty(const TensorSpec& spec) {
 
 uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noexcept {
   uint64_t chunks = 0;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     if (stored.at.file == file) chunks += digest_chunks_of(stored);
   }
   return chunks;
@@ -47,7 +47,7 @@ uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noex
 ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only)
     : manifest_(manifest), powers_(point), only_(only) {
   uint64_t chunks = 0;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     begins_.push_back(chunks);
     seeds_.push_back(digest_seed(stored.spec));
     chunks += digest_chunks_of(stored);
@@ -89,8 +89,8 @@ void ChunkSums::add_values(uint32_t stored, uint64_t at, std::span<const std::by
 void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
   const auto& tensors = manifest_.tensors;
   // Starts with the first tensor that ends after the begin of the extent.
-  auto tensor =
-      std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
+  auto tensor = std::upper_bound(
+      tensors.begin(), tensors.end(), at, [](const Extent& e, const StoredTensor& s) {
         return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);
       });
   for (uint64_t done = 0; done < bytes.size(); ++tensor) {
@@ -174,7 +174,7 @@ void ChunkSums::merge(std::span<const std::byte> sums) {
 }
 
 uint64_t ChunkSums::chunk_numel(uint32_t stored, uint64_t chunk) const noexcept {
-  const Stored& tensor = manifest_.tensors[stored];
+  const StoredTensor& tensor = manifest_.tensors[stored];
   return std::min(kChunkBytes, tensor.at.bytes() - chunk * kChunkBytes) / unit_bytes(tensor.spec);
 }
 

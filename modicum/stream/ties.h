@@ -20,7 +20,7 @@ class Ties {
   explicit Ties(const Plan&&) = delete;
   // Adds loaded elements of a transfer, of which the first is element `at` of the local buffer.
   // Ignores padding and targets without a tie.
-  void add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept;
+  void add(const Transfer& transfer, int64_t at, std::span<const std::byte> elements) noexcept;
   // Adds the elements that a finished transfer has written to `host`, its whole local buffer.
   void add(const Transfer& done, std::span<const std::byte> host) noexcept;
   // Throws MISMATCH, naming the first alias whose elements differ from its target's.
@@ -28,7 +28,7 @@ class Ties {
 
  private:
   struct Sums {
-    std::atomic<uint64_t> alias{0}, of{0};
+    std::atomic<uint64_t> alias{0}, target{0};
   };
   bool has(const Transfer& transfer) const noexcept;
 

@@ -43,18 +43,18 @@ struct Model {
   }
 };
 
-struct Loaded {
+struct LoadedModel {
   uint64_t digest = 0;
   uint64_t bytes_loaded = 0;
   uint64_t storage_read_bytes = 0;
   std::optional<ErrorRecord> failure;
 };
 
-Loaded load_all(const Model& model, const Plan& plan, int threads = 1) {
+LoadedModel load_all(const Model& model, const Plan& plan, int threads = 1) {
   SteadyClock clock;
   SharedBoard board(plan.ranks(), clock);
   Rings rings(plan);
-  Loaded loaded;
+  LoadedModel loaded;
   std::mutex mutex;
   run_workers(plan.ranks(), [&](int rank) {
     try {
@@ -129,17 +129,17 @@ TEST(Ties, EqualTiedTensorsAreReadTwiceAndHeldOnce) {
                   {.strategy = &strategy_named("own-shard"), .staging_bytes = kMinStagingBytes});
     const uint64_t digest = load_all(single, reference).digest;
     for_each_plan(model, recipe, [&](const Plan& plan) {
-      const Loaded loaded = load_all(model, plan, 2);
+      const LoadedModel loaded = load_all(model, plan, 2);
       ASSERT_FALSE(loaded.failure.has_value()) << loaded.failure->what;
       EXPECT_EQ(loaded.digest, digest);
       EXPECT_EQ(loaded.storage_read_bytes, traffic(plan).storage_read_bytes);
       const Plan alone =
           make_plan(single.checkpoint.manifest, of_single, plan.layout, plan.options);
       EXPECT_EQ(loaded.bytes_loaded, load_all(single, alone).bytes_loaded);
-      const auto& held = plan.promise.phases[kHoldPhase].of_rank;
+      const auto& footprints = plan.promise.phases[kHoldPhase].of_rank;
       const auto& due = alone.promise.phases[kHoldPhase].of_rank;
-      for (size_t r = 0; r < held.size(); ++r) {
-        EXPECT_EQ(held[r][Purpose::shards], due[r][Purpose::shards]);
+      for (size_t r = 0; r < footprints.size(); ++r) {
+        EXPECT_EQ(footprints[r][Purpose::shards], due[r][Purpose::shards]);
       }
       EXPECT_GE(loaded.storage_read_bytes, traffic(alone).storage_read_bytes + model.tensor_bytes);
     });
@@ -149,7 +149,7 @@ TEST(Ties, EqualTiedTensorsAreReadTwiceAndHeldOnce) {
 void expect_differing(const Model& model, std::optional<DType> dtype) {
   const Recipe recipe = tied(model, dtype);
   for_each_plan(model, recipe, [&](const Plan& plan) {
-    const Loaded loaded = load_all(model, plan);
+    const LoadedModel loaded = load_all(model, plan);
     ASSERT_TRUE(loaded.failure.has_value());
     EXPECT_EQ(loaded.failure->category, Category::mismatch) << loaded.failure->what;
     EXPECT_EQ(loaded.failure->tensor, kHead);
@@ -202,7 +202,7 @@ TEST(Ties, AreComparedAfterTheirRecipes) {
     b.alias("again", "turned", right ? b.cat(0, {upper, lower}) : b.cat(0, {lower, upper}));
     const Recipe recipe = b.finish();
     for_each_plan(model, recipe, [&](const Plan& plan) {
-      const Loaded loaded = load_all(model, plan);
+      const LoadedModel loaded = load_all(model, plan);
       EXPECT_EQ(loaded.failure.has_value(), !right);
     });
   }
@@ -234,7 +234,7 @@ TEST(Ties, Fp8CodesAreComparedAfterDequantisation) {
           "a": {"op":"stored","name":"a.weight","dtype":"bfloat16"},
           "b": {"op":"alias","of":"a","in":[{"op":"stored","name":"b.weight"}]}}})"});
     for_each_plan(model, recipe, [&](const Plan& plan) {
-      const Loaded loaded = load_all(model, plan);
+      const LoadedModel loaded = load_all(model, plan);
       ASSERT_EQ(loaded.failure.has_value(), !right);
       if (right) {
         EXPECT_EQ(loaded.storage_read_bytes, traffic(plan).storage_read_bytes);
@@ -255,7 +255,7 @@ TEST(Ties, ComparedTransfersAreCountedByCoverage) {
       int64_t compared = 0;
       for_each_stored_transfer(plan, rank, [&](const Transfer& transfer) {
         EXPECT_EQ(transfer.compared, transfer.target == plan.ties[0].alias);
-        if (transfer.target == plan.ties[0].of) kept += transfer.numel();
+        if (transfer.target == plan.ties[0].target) kept += transfer.numel();
         if (transfer.compared) compared += transfer.numel();
       });
       EXPECT_GT(kept, 0);

@@ -22,7 +22,7 @@ class Verify {
         part_(part),
         buffer_(ChunkSums::kChunkBytes) {}
 
-  Verified run() {
+  Verification run() {
     for (const StepFile& file : step_.record.files) {
       out_.files.push_back({file.name, file.bytes, std::nullopt});
       guarded(out_.files.back(), [&] { check_digested(file); });
@@ -62,27 +62,28 @@ class Verify {
     std::map<std::string_view, const StepTensor*> recorded;
     for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
     const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
-    for (const Stored& stored : checkpoint.manifest.tensors) {
+    for (const StoredTensor& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
-      const auto file = std::find_if(out_.files.begin(), out_.files.end(),
-                                     [&](const VerifiedFile& of) { return of.name == name; });
+      const auto file =
+          std::find_if(out_.files.begin(), out_.files.end(),
+                       [&](const VerifiedFile& verified) { return verified.name == name; });
       if (file == out_.files.end()) {
         fail(Category::integrity, "the step's record does not list this file", {.file = name});
       }
-      const auto of = recorded.find(stored.spec.fqn);
+      const auto entry = recorded.find(stored.spec.fqn);
       guarded(*file, [&] {
-        if (of == recorded.end()) {
+        if (entry == recorded.end()) {
           fail(Category::integrity, "the step's record does not list this tensor",
                {.file = name, .tensor = stored.spec.fqn});
         }
-        if (of->second->spec != stored.spec) {
+        if (entry->second->spec != stored.spec) {
           fail(Category::integrity, "the step's record lists another dtype or shape",
                {.file = name,
                 .tensor = stored.spec.fqn,
-                .expected = tensor_text(of->second->spec.dtype, of->second->spec.shape),
+                .expected = tensor_text(entry->second->spec.dtype, entry->second->spec.shape),
                 .got = tensor_text(stored.spec.dtype, stored.spec.shape)});
         }
-        check_tensor(checkpoint, stored, *of->second);
+        check_tensor(checkpoint, stored, *entry->second);
         ++out_.tensors_checked;
       });
     }
@@ -93,7 +94,8 @@ class Verify {
     }
   }
 
-  void check_tensor(const Checkpoint& checkpoint, const Stored& stored, const StepTensor& record) {
+  void check_tensor(const Checkpoint& checkpoint, const StoredTensor& stored,
+                    const StepTensor& record) {
     const auto unit = static_cast<uint64_t>(std::max(8, bits_per_element(stored.spec.dtype))) / 8;
     const std::unique_ptr<File> file = open_data_file(checkpoint, stored.at.file);
     const uint64_t seed = digest_seed(stored.spec);
@@ -128,27 +130,27 @@ class Verify {
   const VerifyPart part_;
   uint64_t turn_ = 0;
   std::vector<std::byte> buffer_;
-  Verified out_;
+  Verification out_;
 };
 
 }  // namespace
 
-const Error* Verified::first_fault() const noexcept {
+const Error* Verification::first_fault() const noexcept {
   for (const VerifiedFile& file : files) {
     if (file.fault) return &*file.fault;
   }
   return nullptr;
 }
 
-Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
-                     const VerifyPart& part) {
+Verification verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+                         const VerifyPart& part) {
   return Verify(files, path, poll, part).run();
 }
 
 std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,
                                     FunctionRef<void()> poll, const VerifyPart& part) {
   try {
-    const Verified verified = verify_step(files, path, poll, part);
+    const Verification verified = verify_step(files, path, poll, part);
     for (const VerifiedFile& file : verified.files) {
       if (file.fault && is_damage(file.fault->category())) return file.fault;
     }

@@ -15,7 +15,7 @@ struct VerifiedFile {
   uint64_t bytes = 0;
   std::optional<Error> fault;  // the first one in this file
 };
-struct Verified {
+struct Verification {
   std::vector<VerifiedFile> files;
   uint64_t tensors_checked = 0;  // tensors without a fault
 
@@ -33,8 +33,8 @@ struct VerifyPart {
 // CANCELLED or PREEMPTED. Throws the errors of open_step and open_checkpoint; INTEGRITY if the
 // files hold fewer tensors than the record lists, or if a tensor is in a file that the record does
 // not list.
-Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
-                     const VerifyPart& part = {});
+Verification verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+                         const VerifyPart& part = {});
 // The first error of verify_step that is damage (is_damage), recorded or thrown. If there is none,
 // throws the first other error: a file that could not be read is not known to be damaged.
 std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,

@@ -86,11 +86,11 @@ TEST(Walk, AParameterFromItsFileToTheLastRank) {
     EXPECT_EQ(ledger.peak_bytes(), plan.promise.ledger_limit_bytes(rank));
     EXPECT_EQ(outcome.storage_read_bytes, rank == 3 ? 4U + 12 : 4U + 36);
     EXPECT_EQ(outcome.bytes_loaded, outcome.storage_read_bytes);
-    const auto held = shards.host(1);
-    ASSERT_EQ(held.size(), 36U);
+    const auto shard = shards.host(1);
+    ASSERT_EQ(shard.size(), 36U);
     const size_t loaded_bytes = rank == 3 ? 12 : 36;
-    EXPECT_EQ(std::memcmp(held.data(), values.data() + 36 * rank, loaded_bytes), 0);
-    for (size_t i = loaded_bytes; i < held.size(); ++i) EXPECT_EQ(held[i], std::byte{0});
+    EXPECT_EQ(std::memcmp(shard.data(), values.data() + 36 * rank, loaded_bytes), 0);
+    for (size_t i = loaded_bytes; i < shard.size(); ++i) EXPECT_EQ(shard[i], std::byte{0});
   });
 }
 

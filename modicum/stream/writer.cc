@@ -53,30 +53,30 @@ void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAt
   if (compared_ != nullptr && transfer.source == Transfer::Source::stored) {
     compared_->add(transfer, from);
   }
-  const Conversion how(plan_, transfer, scales);
+  const Conversion conversion(plan_, transfer, scales);
   if (transfer.compared) {
     std::array<std::byte, kCompareRoomBytes> room;
-    put_by_copies(transfer, from, how, room);
+    put_by_copies(transfer, from, conversion, room);
   } else if (const std::span<std::byte> host = sink_.host(transfer.buffer); !host.empty()) {
-    put_into_host(transfer, from, how, host);
+    put_into_host(transfer, from, conversion, host);
     ties_.add(transfer, host);
   } else {
-    put_by_copies(transfer, from, how, cast_room_);
+    put_by_copies(transfer, from, conversion, cast_room_);
   }
   done(transfer);
 }
 
-void Writer::convert(const Transfer& t, const Conversion& how, const Piece& piece) noexcept {
-  how.run(piece.from, piece.first, piece.to, piece.n, piece.step);
+void Writer::convert(const Transfer& t, const Conversion& conversion, const Piece& piece) noexcept {
+  conversion.run(piece.from, piece.first, piece.to, piece.n, piece.step);
   if (options_.losses == nullptr || t.compared) return;
-  RangeLoss loss = how.loss(piece.from, piece.first, piece.to, piece.n, piece.step);
+  RangeLoss loss = conversion.loss(piece.from, piece.first, piece.to, piece.n, piece.step);
   if (loss.empty()) return;
   loss.first_index = piece.at + loss.first_index * piece.step;
   if (t.source == Transfer::Source::stored) loss.first_stored = t.from;
   options_.losses->add(t.target, loss);
 }
 
-void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conversion& how,
+void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conversion& conversion,
                            std::span<std::byte> host) noexcept {
   for (int64_t k = 0; k < t.runs.count; ++k) {
     const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
@@ -84,7 +84,7 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
     std::byte* to = host.data() + bytes_at(t.to_dtype, at);
     // A run of one element takes the contiguous path.
     const int64_t step = t.runs.length == 1 ? 1 : t.runs.at_step;
-    convert(t, how, {run, t.runs.first + k * t.runs.stride, to, at, t.runs.length, step});
+    convert(t, conversion, {run, t.runs.first + k * t.runs.stride, to, at, t.runs.length, step});
   }
 }
 
@@ -97,7 +97,7 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f
 //     d e f                      lines: [a d] [b e] [c f]
-void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
+void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& conversion,
                            std::span<std::byte> room) {
   const bool runs_are_lines = t.runs.at_step == 1 || t.runs.length == 1;
   if (runs_are_lines && !t.casts()) return put_unchanged(t, from);
@@ -113,12 +113,12 @@ void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conve
       const int64_t first = runs_are_lines ? line * t.runs.stride + i : i * t.runs.stride + line;
       const int64_t at = t.runs.at + line * line_at + i * (runs_are_lines ? 1 : t.runs.at_stride);
       if (runs_are_lines) {
-        convert(t, how,
+        convert(t, conversion,
                 {from + bytes_at(t.from_dtype, first), t.runs.first + first, room.data(), at, n});
       } else {
         for (int64_t j = 0; j < n; ++j) {
           const int64_t element = first + j * t.runs.stride;
-          convert(t, how,
+          convert(t, conversion,
                   {from + bytes_at(t.from_dtype, element), t.runs.first + element,
                    room.data() + bytes_at(t.to_dtype, j), at + j * t.runs.at_stride});
         }
@@ -147,9 +147,9 @@ void Writer::make(const Transfer& transfer) {
     return put(transfer, whole + bytes_at(transfer.from_dtype, transfer.runs.first));
   }
   // Zeros and initial values are generated on the stack, in parts.
-  std::array<std::byte, 4096> made{};
+  std::array<std::byte, 4096> buffer{};
   const int64_t most =
-      static_cast<int64_t>(made.size()) * 8 / bits_per_element(transfer.from_dtype);
+      static_cast<int64_t>(buffer.size()) * 8 / bits_per_element(transfer.from_dtype);
   for (int64_t k = 0; k < transfer.runs.count; ++k) {
     for (int64_t i = 0; i < transfer.runs.length; i += most) {
       const int64_t n = std::min(most, transfer.runs.length - i);
@@ -159,9 +159,9 @@ void Writer::make(const Transfer& transfer) {
         const std::string& fqn = plan_.recipe->targets[transfer.target].spec.fqn;
         init_fill({static_cast<InitKind>(node.arg[0]), std::bit_cast<double>(node.arg[1]),
                    options_.init_seed ^ name_hash(fqn), node.dtype},
-                  part.runs.first, part.runs.length, made.data());
+                  part.runs.first, part.runs.length, buffer.data());
       }
-      put(part, made.data());
+      put(part, buffer.data());
     }
   }
 }

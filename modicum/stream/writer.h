@@ -21,7 +21,7 @@ class Writer {
   struct Proofs {
     Coverage& coverage;
     Ties& ties;
-    Compared* compared = nullptr;
+    ComparedChunks* compared = nullptr;
   };
   Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
@@ -49,11 +49,11 @@ class Writer {
     int64_t n = 1;
     int64_t step = 1;
   };
-  void convert(const Transfer& transfer, const Conversion& how, const Piece& piece) noexcept;
-  void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
+  void convert(const Transfer& transfer, const Conversion& conversion, const Piece& piece) noexcept;
+  void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& conversion,
                      std::span<std::byte> host) noexcept;
   // Casts into `room`, then copies to the sink. A compared transfer is not copied, only hashed.
-  void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how,
+  void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& conversion,
                      std::span<std::byte> room);
   // The same for runs that are contiguous in the buffer and are not cast: they need no room.
   void put_unchanged(const Transfer& transfer, const std::byte* from);
@@ -63,7 +63,7 @@ class Writer {
   Sink& sink_;
   Coverage& coverage_;
   Ties& ties_;
-  Compared* const compared_;
+  ComparedChunks* const compared_;
   const LoadOptions& options_;
   const std::span<std::byte> cast_room_;
   uint64_t bytes_loaded_ = 0;

@@ -14,14 +14,14 @@
 namespace modicum {
 namespace {
 
-struct Known {
+struct ArchCase {
   const char* arch;
   size_t tensors;    // number of tensors
   int64_t elements;  // of all tensors, scales included
   uint64_t bytes;    // of all tensors
 };
 
-class ArchNumbers : public testing::TestWithParam<Known> {};
+class ArchNumbers : public testing::TestWithParam<ArchCase> {};
 
 TEST_P(ArchNumbers, EqualTheHubs) {
   const auto tensors = arch_tensors(arch_named(GetParam().arch));
@@ -45,23 +45,23 @@ TEST_P(ArchNumbers, EqualTheHubs) {
 // 60 for experts.
 INSTANTIATE_TEST_SUITE_P(
     Hub, ArchNumbers,
-    testing::Values(Known{"gpt2", 160, 124'439'808 + 12 * 1024 * 1024, 548'090'880},
-                    Known{"llama-3.2-1b", 146, 1'235'814'400, 2'471'628'800},
-                    Known{"llama-3.1-70b", 723, 70'553'706'496, 141'107'412'992},
-                    Known{"qwen2.5-0.5b", 290, 494'032'768, 988'065'536},
-                    Known{"qwen2.5-vl-7b", 729, 8'292'166'656, 16'584'333'312},
-                    Known{"qwen3-0.6b", 310, 596'049'920, 1'192'099'840},
-                    Known{"qwen3-8b", 399, 8'190'735'360, 16'381'470'720},
-                    Known{"qwen3-32b", 707, 32'762'123'264, 65'524'246'528},
-                    Known{"qwen3-30b-a3b", 18'867, 30'532'122'624, 61'064'245'248},
-                    Known{"qwen3-235b-a22b", 36'945, 235'093'634'560, 470'187'269'120},
-                    Known{"qwen3-next-80b-a3b", 75'944, 81'324'862'720, 162'649'725'440},
-                    Known{"mixtral-8x7b", 995, 46'702'792'704, 93'405'585'408},
-                    Known{"gpt-oss-20b", 459, 1'804'459'584 + 24L * 32 * 8640 * 90 * 17,
-                          13'761'264'768},
-                    Known{"deepseek-v3", 91'991, 684'531'386'000, 688'574'839'360},
-                    Known{"tiny-moe", 45, 1154, 2308},
-                    Known{"tiny-fp8", 115, 588'816 + 8 + 117, 597'716}));
+    testing::Values(ArchCase{"gpt2", 160, 124'439'808 + 12 * 1024 * 1024, 548'090'880},
+                    ArchCase{"llama-3.2-1b", 146, 1'235'814'400, 2'471'628'800},
+                    ArchCase{"llama-3.1-70b", 723, 70'553'706'496, 141'107'412'992},
+                    ArchCase{"qwen2.5-0.5b", 290, 494'032'768, 988'065'536},
+                    ArchCase{"qwen2.5-vl-7b", 729, 8'292'166'656, 16'584'333'312},
+                    ArchCase{"qwen3-0.6b", 310, 596'049'920, 1'192'099'840},
+                    ArchCase{"qwen3-8b", 399, 8'190'735'360, 16'381'470'720},
+                    ArchCase{"qwen3-32b", 707, 32'762'123'264, 65'524'246'528},
+                    ArchCase{"qwen3-30b-a3b", 18'867, 30'532'122'624, 61'064'245'248},
+                    ArchCase{"qwen3-235b-a22b", 36'945, 235'093'634'560, 470'187'269'120},
+                    ArchCase{"qwen3-next-80b-a3b", 75'944, 81'324'862'720, 162'649'725'440},
+                    ArchCase{"mixtral-8x7b", 995, 46'702'792'704, 93'405'585'408},
+                    ArchCase{"gpt-oss-20b", 459, 1'804'459'584 + 24L * 32 * 8640 * 90 * 17,
+                             13'761'264'768},
+                    ArchCase{"deepseek-v3", 91'991, 684'531'386'000, 688'574'839'360},
+                    ArchCase{"tiny-moe", 45, 1154, 2308},
+                    ArchCase{"tiny-fp8", 115, 588'816 + 8 + 117, 597'716}));
 
 std::map<DType, int64_t> elements_by_dtype(const std::vector<TensorSpec>& tensors) {
   std::map<DType, int64_t> elements;

@@ -43,9 +43,9 @@ int64_t elements_in(int64_t bytes, DType dtype) {
 }
 
 // Collects the written ranges, clipped to [first, first + n).
-class Written {
+class WrittenRanges {
  public:
-  Written(const TensorSpec& stored, int64_t first, int64_t n)
+  WrittenRanges(const TensorSpec& stored, int64_t first, int64_t n)
       : dtype_(stored.dtype), numel_(numel_of(stored.shape)), begin_(first), end_(first + n) {
     add({0, elements_in(kFirstBytes, dtype_)});
   }
@@ -128,7 +128,7 @@ std::vector<ElementRange> synth_written(const SynthMark& mark, const TensorSpec&
   MODICUM_ASSERT(n <= numel_of(stored.shape) - first);
   if (n == 0) return {};
   if (!mark.is_sparse) return {{first, first + n}};
-  Written written(stored, first, n);
+  WrittenRanges written(stored, first, n);
   if (!stored.shape.empty()) {
     for (const int64_t world : mark.edges) written.add_cuts(stored.shape[0], world);
   }

@@ -60,10 +60,10 @@ std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMar
 }
 
 // Writes the tensors of one file. Workers compute chunks in parallel and write one at a time.
-class Filling {
+class FileFiller {
  public:
-  Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
-          const SynthOptions& options, WrittenBytes& written)
+  FileFiller(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
+             const SynthOptions& options, WrittenBytes& written)
       : writer_(writer),
         tensors_(tensors),
         mark_(mark),
@@ -120,13 +120,13 @@ class NewDirectory {
   NewDirectory& operator=(const NewDirectory&) = delete;
   ~NewDirectory() {
     if (is_finished_) return;
-    for (const std::string& file : made_) remove(file);
+    for (const std::string& file : created_) remove(file);
     remove(path_);
   }
 
   std::string add(const std::string& name) {
-    made_.push_back(join_path(path_, name));
-    return made_.back();
+    created_.push_back(join_path(path_, name));
+    return created_.back();
   }
 
   void add_text(const std::string& name, const std::string& text) {
@@ -152,7 +152,7 @@ class NewDirectory {
 
   FileSystem& files_;
   std::string path_;
-  std::vector<std::string> made_;
+  std::vector<std::string> created_;
   bool is_finished_ = false;
 };
 
@@ -203,7 +203,7 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
   for (size_t i = 0; i < shards.size(); ++i) {
     SafetensorsWriter writer(files, directory.add(shard_name(i, shards.size())), shards[i],
                              synth_metadata(mark));
-    Filling(writer, shards[i], mark, options, written).run();
+    FileFiller(writer, shards[i], mark, options, written).run();
     writer.finish();
     result.tensors += shards[i].size();
     result.data_bytes += writer.data_bytes();

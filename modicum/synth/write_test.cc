@@ -35,7 +35,7 @@ void expect_values(FileSystem& files, const std::string& path) {
   const Checkpoint checkpoint = open_checkpoint(files, path);
   const auto mark = synth_mark(checkpoint.metadata);
   ASSERT_TRUE(mark);
-  for (const Stored& stored : checkpoint.manifest.tensors) {
+  for (const StoredTensor& stored : checkpoint.manifest.tensors) {
     const auto file = open_data_file(checkpoint, stored.at.file);
     const int64_t numel = numel_of(stored.spec.shape);
     for (int64_t first = 0; first < numel; first += 100'003) {
@@ -65,7 +65,7 @@ TEST(WriteSynth, OneFileHoldsTheWholeModel) {
   std::sort(expected.begin(), expected.end(),
             [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
   std::vector<TensorSpec> got;
-  for (const Stored& stored : checkpoint.manifest.tensors) got.push_back(stored.spec);
+  for (const StoredTensor& stored : checkpoint.manifest.tensors) got.push_back(stored.spec);
   EXPECT_EQ(got, expected);
   expect_values(files, "out");
 }
@@ -105,7 +105,7 @@ TEST(WriteSynth, WithADtypeCodesAreDequantised) {
   write_synth(files, "out", options);
   const Checkpoint checkpoint = open_checkpoint(files, "out");
   size_t biases = 0;
-  for (const Stored& stored : checkpoint.manifest.tensors) {
+  for (const StoredTensor& stored : checkpoint.manifest.tensors) {
     const bool is_bias = stored.spec.fqn.find("e_score_correction_bias") != std::string::npos;
     biases += is_bias ? 1 : 0;
     EXPECT_EQ(stored.spec.dtype, is_bias ? DType::f32 : DType::f16) << stored.spec.fqn;

@@ -36,7 +36,7 @@ Children::~Children() {
 
 uint64_t Children::held_bytes() const {
   uint64_t sum = 0;
-  for (const pid_t pid : pids_) sum += read_process_memory(pid).held();
+  for (const pid_t pid : pids_) sum += read_process_memory(pid).held_bytes();
   return sum;
 }
 

@@ -18,7 +18,7 @@ std::span<std::byte> ComparedPages::part_of(int rank) const noexcept {
   return mapping_.bytes().subspan(static_cast<uint64_t>(rank) * part_bytes_, part_bytes_);
 }
 
-void ComparedPages::give(int rank, const Compared& compared) const {
+void ComparedPages::give(int rank, const ComparedChunks& compared) const {
   if (part_bytes_ == 0) return;
   const std::vector<std::byte> all = compared.bytes();
   const std::span<std::byte> part = part_of(rank);
@@ -29,7 +29,7 @@ void ComparedPages::give(int rank, const Compared& compared) const {
 }
 
 ComparedValues ComparedPages::merged() const {
-  Compared all(manifest_, folder_);
+  ComparedChunks all(manifest_, folder_);
   for (int rank = 0; rank < ranks_ && part_bytes_ > 0; ++rank) {
     const std::span<const std::byte> part = part_of(rank);
     uint64_t size = 0;

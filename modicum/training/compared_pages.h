@@ -10,15 +10,15 @@
 
 namespace modicum {
 
-// Construct it before the fork. Each rank gives its Compared; after all ranks have ended, the
+// Construct it before the fork. Each rank gives its ComparedChunks; after all ranks have ended, the
 // launcher merges them. Manifest::held_bytes counts a rank's part.
 class ComparedPages {
  public:
-  // `manifest` must outlive the object; `folder` is as for Compared.
+  // `manifest` must outlive the object; `folder` is as for ComparedChunks.
   ComparedPages(const Manifest& manifest, int ranks, std::string folder = "");
   ComparedPages(const Manifest&&, int, std::string = "") = delete;
 
-  void give(int rank, const Compared& compared) const;
+  void give(int rank, const ComparedChunks& compared) const;
   // Throws INTEGRITY if a value that was divided among ranks is not the saved one.
   ComparedValues merged() const;
 

@@ -40,12 +40,12 @@ std::string loss_text(const std::vector<TensorLoss>& losses, int64_t RangeLoss::
                       std::string_view became) {
   int64_t values = 0, tensors = 0;
   const TensorLoss* most = nullptr;
-  for (const TensorLoss& of : losses) {
-    const int64_t lost = of.loss.*count;
+  for (const TensorLoss& tensor_loss : losses) {
+    const int64_t lost = tensor_loss.loss.*count;
     if (lost == 0) continue;
     values += lost;
     ++tensors;
-    if (most == nullptr || lost > most->loss.*count) most = &of;
+    if (most == nullptr || lost > most->loss.*count) most = &tensor_loss;
   }
   if (most == nullptr) return "";
   return fmt::format("{} value(s) of {} tensor(s) became {}; most of them, {}, in {}", values,
@@ -134,10 +134,11 @@ ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe,
 }
 
 Footprint ConvertedForm::footprint(const Plan& plan) const {
-  Footprint held;
-  held[Purpose::header] = manifest_.held_bytes();
-  held[Purpose::plan] = plan.held_bytes() + 2 * heap_block_bytes(places_.size() * sizeof(uint32_t));
-  return held;
+  Footprint result;
+  result[Purpose::header] = manifest_.held_bytes();
+  result[Purpose::plan] =
+      plan.held_bytes() + 2 * heap_block_bytes(places_.size() * sizeof(uint32_t));
+  return result;
 }
 
 ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
@@ -146,16 +147,16 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
       *run.files, task.out,
       {inputs_of(task), owner_of_conversion(), is_owner_dead, casts_can_lose(run), task.adopts});
   ConvertWorld world(task, conversion);
-  const std::vector<Converted> outcomes = outcomes_of<ConvertRank>(world, show);
-  const Converted& of = outcomes.front();
+  const std::vector<ConvertOutcome> outcomes = outcomes_of<ConvertRank>(world, show);
+  const ConvertOutcome& outcome = outcomes.front();
   ConvertReport report{.checkpoint = facts_of(run.checkpoint),
                        .promise = task.load.plan.promise,
-                       .ranks = {of.load},
-                       .launcher_bytes = read_process_memory().held(),
+                       .ranks = {outcome.load},
+                       .launcher_bytes = read_process_memory().held_bytes(),
                        .path = task.out,
-                       .written_bytes = of.written_bytes,
-                       .kept_files = of.kept_files,
-                       .digest = of.load.digest,
+                       .written_bytes = outcome.written_bytes,
+                       .kept_files = outcome.kept_files,
+                       .digest = outcome.load.digest,
                        .compared = world.compared.merged()};
   add_losses(conversion, report);
   add_companions(task, conversion, report);

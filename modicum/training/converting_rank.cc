@@ -27,7 +27,7 @@ std::vector<TensorLoss> losses_of(const RangeLosses& losses, const Plan& plan) {
 }
 
 DType dtype_of(const Manifest& manifest, const std::string& tensor) {
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     if (stored.spec.fqn == tensor) return stored.spec.dtype;
   }
   return DType::f32;
@@ -35,23 +35,23 @@ DType dtype_of(const Manifest& manifest, const std::string& tensor) {
 
 void require_range(const ConvertTask& task, const std::vector<TensorLoss>& losses) {
   if (task.allow_overflow) return;
-  for (const TensorLoss& of : losses) {
-    if (of.loss.overflowed == 0) continue;
-    const DType dtype = dtype_of(task.form.manifest(), of.tensor);
+  for (const TensorLoss& tensor_loss : losses) {
+    if (tensor_loss.loss.overflowed == 0) continue;
+    const DType dtype = dtype_of(task.form.manifest(), tensor_loss.tensor);
     fail(Category::mismatch,
          fmt::format("{} finite value(s) of the tensor would become infinite as {}; the first is "
                      "element {}; --allow-overflow writes infinities",
-                     of.loss.overflowed, torch_name(dtype), of.loss.first_index),
-         {.file = of.file,
-          .tensor = of.tensor,
+                     tensor_loss.loss.overflowed, torch_name(dtype), tensor_loss.loss.first_index),
+         {.file = tensor_loss.file,
+          .tensor = tensor_loss.tensor,
           .expected = fmt::format("magnitudes of at most {}", largest_finite(dtype)),
-          .got = fmt::format("{}", of.loss.first_value)});
+          .got = fmt::format("{}", tensor_loss.loss.first_value)});
   }
 }
 
 }  // namespace
 
-void add_published(ConvertReport& report, const Published& published) {
+void add_published(ConvertReport& report, const Publication& published) {
   report.is_durable = published.is_durable;
   report.checkpoint.warnings.insert(report.checkpoint.warnings.end(), published.warnings.begin(),
                                     published.warnings.end());
@@ -70,16 +70,16 @@ ConvertRank::ConvertRank(ConvertWorld& world, int rank)
     : world_(world),
       at_{rank, &world.board, nullptr, &ledger_},
       // The kernel's peak counts from here on.
-      baseline_bytes_((reset_peak_rss(), read_process_memory().held())),
+      baseline_bytes_((reset_peak_rss(), read_process_memory().held_bytes())),
       ledger_(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
       outcome_{.load = {.rank = rank, .pid = static_cast<int32_t>(getpid())}} {}
 
-Converted ConvertRank::live() {
+ConvertOutcome ConvertRank::live() {
   ledger_.reporter().promise(world_.task.plan.promise, at_.rank);
   const ReportedPhase phase(ledger_.reporter(), "convert");
-  const Footprint held = form().footprint(world_.task.plan);
-  const Charge header = ledger_.adopt(Purpose::header, held[Purpose::header]);
-  const Charge plan = ledger_.adopt(Purpose::plan, held[Purpose::plan]);
+  const Footprint footprint = form().footprint(world_.task.plan);
+  const Charge header = ledger_.adopt(Purpose::header, footprint[Purpose::header]);
+  const Charge plan = ledger_.adopt(Purpose::plan, footprint[Purpose::plan]);
   convert_files();
   RankOutcome& load = outcome_.load;
   load.loaded_ns = world_.clock.now_ns();
@@ -91,7 +91,7 @@ Converted ConvertRank::live() {
 
 void ConvertRank::convert_files() {
   const Manifest& written = form().manifest();
-  Compared read(world_.task.run.checkpoint.manifest);
+  ComparedChunks read(world_.task.run.checkpoint.manifest);
   for (uint32_t f = 0; f < written.files.size(); ++f) {
     const DataFile& file = written.files[f];
     const ConvertedFile* const done =
@@ -110,27 +110,29 @@ void ConvertRank::convert_files() {
 
 // A chunk is read only in part if a recipe divides a stored tensor among targets. Its whole is
 // compared before the file counts as finished: a later call keeps the file without reading again.
-void ConvertRank::compare(Compared& read) {
+void ConvertRank::compare(ComparedChunks& read) {
   read.compare();
   if (!read.has_rest()) return;
   const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
   outcome_.load.storage_read_bytes += read.compare_rest(world_.task.run.checkpoint, room.bytes());
 }
 
-uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
+uint64_t ConvertRank::convert(uint32_t file, ComparedChunks& read) {
   const Manifest& written = form().manifest();
   const SaveFiles to{*world_.task.run.files, world_.conversion.directory()};
   outcome_.written_bytes +=
       create_file(written, file, to, world_.convert.keeps_holes ? Space::sparse : Space::reserved);
-  Loaded loaded;
+  LoadedTargets loaded;
   if (!form().targets_of(file).empty()) loaded = load_targets(file, to, read);
   compare(read);
-  const DataFile& of = written.files[file];
-  world_.conversion.add({of.name, of.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
+  const DataFile& data_file = written.files[file];
+  world_.conversion.add(
+      {data_file.name, data_file.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
   return loaded.digest;
 }
 
-ConvertRank::Loaded ConvertRank::load_targets(uint32_t file, const SaveFiles& to, Compared& read) {
+ConvertRank::LoadedTargets ConvertRank::load_targets(uint32_t file, const SaveFiles& to,
+                                                     ComparedChunks& read) {
   const Run& run = world_.task.run;
   const Manifest& source = run.checkpoint.manifest;
   const std::span<const uint32_t> targets = form().targets_of(file);

@@ -12,10 +12,10 @@ namespace modicum {
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
 // Takes the outcome of a publication into the report.
-void add_published(ConvertReport& report, const Published& published);
+void add_published(ConvertReport& report, const Publication& published);
 
 // The outcome of the rank. Plain data, since it is sent from the rank's process.
-struct Converted {
+struct ConvertOutcome {
   RankOutcome load;  // sums over all files; peaks are the highest
   uint64_t written_bytes = 0;
   uint64_t kept_files = 0;  // finished by an earlier call
@@ -23,8 +23,8 @@ struct Converted {
 
 struct ConvertWorld : LoadWorld {
   // Each file's load has the options of the task's plan.
-  ConvertWorld(const ConvertTask& of, ConversionJournal& to)
-      : LoadWorld(of.load), convert(of), conversion(to) {}
+  ConvertWorld(const ConvertTask& convert_task, ConversionJournal& to)
+      : LoadWorld(convert_task.load), convert(convert_task), conversion(to) {}
 
   const ConvertTask& convert;
   ConversionJournal& conversion;
@@ -33,26 +33,26 @@ struct ConvertWorld : LoadWorld {
 class ConvertRank {
  public:
   ConvertRank(ConvertWorld& world, int rank);
-  Converted live();
+  ConvertOutcome live();
 
  private:
   void convert_files();
   // Returns the digest of the file's targets.
-  uint64_t convert(uint32_t file, Compared& read);
+  uint64_t convert(uint32_t file, ComparedChunks& read);
   // The targets of a file.
-  struct Loaded {
+  struct LoadedTargets {
     uint64_t digest = 0;
     std::vector<TensorLoss> losses;
   };
-  Loaded load_targets(uint32_t file, const SaveFiles& to, Compared& read);
-  void compare(Compared& read);
+  LoadedTargets load_targets(uint32_t file, const SaveFiles& to, ComparedChunks& read);
+  void compare(ComparedChunks& read);
   const ConvertedForm& form() const noexcept { return world_.convert.form; }
 
   ConvertWorld& world_;
   const RankContext at_;
   const uint64_t baseline_bytes_;
   Ledger ledger_;
-  Converted outcome_;
+  ConvertOutcome outcome_;
 };
 
 }  // namespace modicum

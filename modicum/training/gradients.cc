@@ -38,14 +38,14 @@ void for_each_chunk(const AdamW& state, int threads,
     const int64_t begin = parts * thread / threads;
     const int64_t end = parts * (thread + 1) / threads;
     int64_t part = 0;
-    for_each_part(state, [&](ChunkOfShard of) {
+    for_each_part(state, [&](ChunkOfShard chunk) {
       const int64_t number = part++;
       if (number < begin || number >= end) return;
-      for (int64_t left = of.n; left > 0; left -= of.n) {
-        of.n = std::min(kGradientChunk, left);
-        fn(thread, of);
-        of.local += of.n;
-        of.global += of.n;
+      for (int64_t left = chunk.n; left > 0; left -= chunk.n) {
+        chunk.n = std::min(kGradientChunk, left);
+        fn(thread, chunk);
+        chunk.local += chunk.n;
+        chunk.global += chunk.n;
       }
     });
   });
@@ -63,28 +63,29 @@ float* MadeGradients::chunk(int thread) const noexcept {
 
 void MadeGradients::deliver(AdamW& state, const Step& step, Heartbeat heartbeat) const {
   const uint64_t of_step = name_hash(fmt::format("gradient {} {}", seed_, step.number));
-  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& of) {
+  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& part) {
     auto* const values = chunk(thread);
     auto* arriving = reinterpret_cast<std::byte*>(values);
-    synth_fill(of_step ^ name_hash(state.shard(of.shard).fqn), DType::f32, of.global, of.n,
+    synth_fill(of_step ^ name_hash(state.shard(part.shard).fqn), DType::f32, part.global, part.n,
                arriving);
-    if (step.loss_scale != 1) scale(values, step.loss_scale, of.n);
-    const DType dtype = step.dtypes[of.shard];
+    if (step.loss_scale != 1) scale(values, step.loss_scale, part.n);
+    const DType dtype = step.dtypes[part.shard];
     if (dtype != DType::f32) {
       arriving = reinterpret_cast<std::byte*>(values + kGradientChunk);
-      cast(reinterpret_cast<const std::byte*>(values), DType::f32, arriving, dtype, of.n);
+      cast(reinterpret_cast<const std::byte*>(values), DType::f32, arriving, dtype, part.n);
     }
-    state.arrive({of.shard, of.local, of.n, arriving, dtype});
+    state.arrive({part.shard, part.local, part.n, arriving, dtype});
     heartbeat();
   });
 }
 
 void MadeGradients::make_masters(AdamW& state) const {
   const uint64_t hash = name_hash(fmt::format("master {}", seed_));
-  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& of) {
+  for_each_chunk(state, threads_, [&](int thread, const ChunkOfShard& part) {
     float* const values = chunk(thread);
-    synth_fill(hash, DType::f32, of.global, of.n, reinterpret_cast<std::byte*>(values));
-    state.import_from(of.shard, StatePlane::master, of.local, {values, static_cast<size_t>(of.n)});
+    synth_fill(hash, DType::f32, part.global, part.n, reinterpret_cast<std::byte*>(values));
+    state.import_from(part.shard, StatePlane::master, part.local,
+                      {values, static_cast<size_t>(part.n)});
   });
 }
 

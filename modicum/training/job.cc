@@ -32,9 +32,10 @@ Manifest with_record(Manifest manifest) {
 
 void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
   const uint64_t engine_bytes = run.checkpoint.manifest.data_bytes();
-  for (StrategyReport& of : report.strategies) {
-    for (int n = 0; n < of.promise.nodes(); ++n) {
-      of.timelines.push_back(node_timeline(*of.job, node, engine_bytes, n));
+  for (StrategyReport& strategy_report : report.strategies) {
+    for (int n = 0; n < strategy_report.promise.nodes(); ++n) {
+      strategy_report.timelines.push_back(
+          node_timeline(*strategy_report.job, node, engine_bytes, n));
     }
   }
   if (!report.budget) return;
@@ -50,12 +51,13 @@ void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {
   const SavePlan plan(run.checkpoint, loaded, form);
   const Run resuming = resuming_run(flags, run, plan, state);
   run.options.save = save_footprint_of(run, form, &state);
-  for (StrategyReport& of : report.strategies) {
-    const Strategy& strategy = strategy_named(of.strategy);
-    of.job = {plan_run(run, strategy, report.budget).promise,
-              plan_run(resuming, strategy, report.budget).promise};
+  for (StrategyReport& strategy_report : report.strategies) {
+    const Strategy& strategy = strategy_named(strategy_report.strategy);
+    strategy_report.job = {plan_run(run, strategy, report.budget).promise,
+                           plan_run(resuming, strategy, report.budget).promise};
     if (!report.budget || &strategy != run.options.strategy) continue;
-    report.job_fits = fits(of.job->save, *report.budget) && fits(of.job->resume, *report.budget);
+    report.job_fits = fits(strategy_report.job->save, *report.budget) &&
+                      fits(strategy_report.job->resume, *report.budget);
   }
 }
 

@@ -44,9 +44,9 @@ class DumpDirectory {
 
 // Digests elements and drops them. With --check first compares them with the checkpoint, one thread
 // at a time, since the threads share an Expectation.
-class Dropped {
+class DigestSink {
  public:
-  Dropped(const LoadTask& task, int rank, const RankLoad& load)
+  DigestSink(const LoadTask& task, int rank, const RankLoad& load)
       : task_(task),
         rank_(rank),
         expectation_(task.run.checkpoint, [&load] { load.beat(); }),
@@ -123,15 +123,15 @@ class LoadRank {
   SharedBoard& board_;
   const int rank_;
   LoadingRank loading_;
-  std::optional<Dropped> dropped_;
+  std::optional<DigestSink> dropped_;
   std::optional<MadeGradients> gradients_;
   std::optional<RankOptimizer> optimizer_;  // only its memory is needed: it makes no step
 };
 
 }  // namespace
 
-LoadReport load_in_ranks(const LoadTask& given, ShowBytes show) {
-  LoadTask task = given;
+LoadReport load_in_ranks(const LoadTask& original, ShowBytes show) {
+  LoadTask task = original;
   if (!task.dump.empty()) task.dump = real_directory(*task.run.files, task.dump);
   LoadWorld world(task);
   const StopSignals stop;  // a stop signal throws, so that the directory below is removed
@@ -143,7 +143,7 @@ LoadReport load_in_ranks(const LoadTask& given, ShowBytes show) {
                     .checked = task.check};
   report.compared = world.compared.merged();
   dump.finish();
-  report.launcher_bytes = read_process_memory().held();
+  report.launcher_bytes = read_process_memory().held_bytes();
   report.cgroup_peak_bytes = world.cgroup_peak.bytes();
   uint64_t digest = 0;
   for (const RankOutcome& outcome : report.ranks) {

@@ -12,13 +12,13 @@
 namespace modicum {
 
 struct LoadWorld : World {
-  explicit LoadWorld(const LoadTask& of)
-      : World(of.plan.ranks(), of.run_ranks),
-        task(of),
-        rings(of.plan),
-        compared(of.run.checkpoint.manifest, of.plan.ranks()) {
-    budget_bytes = of.budget_bytes;
-    const Promise& promise = of.plan.promise;
+  explicit LoadWorld(const LoadTask& load_task)
+      : World(load_task.plan.ranks(), load_task.run_ranks),
+        task(load_task),
+        rings(load_task.plan),
+        compared(load_task.run.checkpoint.manifest, load_task.plan.ranks()) {
+    budget_bytes = load_task.budget_bytes;
+    const Promise& promise = load_task.plan.promise;
     const int node = worst_node(promise);
     need = fmt::format("the plan needs {} ({})", format_size(promise.node_peak_bytes(node)),
                        peak_cause(promise, node));
@@ -33,7 +33,7 @@ struct LoadWorld : World {
 struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
       // The kernel's peak counts from here on.
-      : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
+      : baseline_bytes((reset_peak_rss(), read_process_memory().held_bytes())),
         ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
         exchange(world.rings.end_of(rank, world.board)),
         load({world.task.run.checkpoint,
@@ -49,16 +49,16 @@ struct LoadingRank {
     }
   }
 
-  // Returns `of` with the peaks since the last call, at first since construction. All ranks call it
-  // at the same time, and none goes on until all have read their peaks.
-  RankOutcome phase_of(RankOutcome of, Board& board) {
-    board.barrier(of.rank);
-    of.ledger_peak_bytes = ledger.peak_since_mark();
-    of.kernel_peak_bytes = read_process_memory().peak_held();
-    board.barrier(of.rank);  // shared pages stay mapped until all have read their peaks
+  // Returns `outcome` with the peaks since the last call, at first since construction. All ranks
+  // call it at the same time, and none goes on until all have read their peaks.
+  RankOutcome phase_of(RankOutcome outcome, Board& board) {
+    board.barrier(outcome.rank);
+    outcome.ledger_peak_bytes = ledger.peak_since_mark();
+    outcome.kernel_peak_bytes = read_process_memory().peak_held();
+    board.barrier(outcome.rank);  // shared pages stay mapped until all have read their peaks
     ledger.mark();
     reset_peak_rss();
-    return of;
+    return outcome;
   }
   // The outcome of a phase without a load.
   RankOutcome later_phase(Board& board) {

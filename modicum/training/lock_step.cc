@@ -55,8 +55,8 @@ void LockStep::step(int64_t number) {
   const ReportedPhase phase(at_.reporter, "step");
   const bool scales = options_.loss_scale.has_value();
   const float scale = scales ? taken_.loss_scale.scale : 1.0F;
-  const GradNorm own = optimizer_.deliver(number, scale, [this] { at_.board->beat(at_.rank, 0); });
-  at_.page->lane(number, at_.rank) = {own, last_step_s_};
+  const GradNorm norm = optimizer_.deliver(number, scale, [this] { at_.board->beat(at_.rank, 0); });
+  at_.page->lane(number, at_.rank) = {norm, last_step_s_};
   at_.board->barrier(at_.rank);
   at_.page->line_up(*at_.board);
   taken_.norm = at_.page->norm(number);

@@ -12,7 +12,7 @@
 namespace modicum {
 
 // The parameters of one AdamW. The lists have one element per shard.
-struct Trained {
+struct TrainedGroup {
   AdamWSpec spec;
   std::vector<DType> grad_dtypes;  // in which gradients arrive
   // The loaded elements from which a separate master is cast before the first step; null if the
@@ -20,10 +20,10 @@ struct Trained {
   std::vector<const std::byte*> cast_from;
 };
 
-// The parameters that `rank` has loaded, one Trained for each state format that they have
+// The parameters that `rank` has loaded, one TrainedGroup for each state format that they have
 // (state_format_of). The loaded memory becomes the master, or receives the low-precision parameter
 // after each step.
-std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
+std::vector<TrainedGroup> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
 // Allocates all memory of the steps at construction. With the gradients' staging this is exactly
 // training_footprint. Not thread-safe.
@@ -31,7 +31,7 @@ class RankOptimizer {
  public:
   // Steps use `threads` threads. `gradients` and the memory to which `trained` points must outlive
   // this. Throws BUDGET or NOMEM.
-  RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients, Ledger& ledger,
+  RankOptimizer(std::vector<TrainedGroup> trained, const MadeGradients& gradients, Ledger& ledger,
                 int threads);
 
   // Initialise the masters: cast_masters from the loaded elements, make_masters from a hash

@@ -32,12 +32,14 @@ ReportedPhase begun(const RankLoadTask& task) {
 
 }  // namespace
 
-RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Copy copy)
+RankLoad::RankLoad(const RankLoadTask& task, HostSink::CallerMemory caller_memory,
+                   HostSink::Copy copy)
     : task_(task),
       phase_(begun(task)),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},
-      held_before_(task.at.ledger->held().total()),
-      shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)),
+      held_before_(task.at.ledger->footprint().total()),
+      shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(caller_memory),
+              std::move(copy)),
       compared_(*task.plan.manifest, folder_in_step(task.checkpoint)) {}
 
 void RankLoad::load() {

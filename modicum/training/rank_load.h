@@ -39,14 +39,15 @@ auto naming_phase(std::string_view phase, const Work& work) {
 // Call load() after the construction, and all other functions after that. Not thread-safe.
 class RankLoad {
  public:
-  // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `given` and
-  // `copy` see HostSink). Throws CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
-  explicit RankLoad(const RankLoadTask& task, HostSink::Given given = {}, HostSink::Copy copy = {});
+  // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `caller_memory`
+  // and `copy` see HostSink). Throws CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
+  explicit RankLoad(const RankLoadTask& task, HostSink::CallerMemory caller_memory = {},
+                    HostSink::Copy copy = {});
 
   // Throws the errors of modicum::load; INTEGRITY if a value of a step is not the saved one.
   void load();
   // What was read of a step. Other ranks' parts are yet to be merged.
-  Compared& compared() noexcept { return compared_; }
+  ComparedChunks& compared() noexcept { return compared_; }
   // Compares every loaded value in host memory with the checkpoint (Expectation). Throws INTEGRITY.
   void check_values();
   // Charges the ledger for the memory other than shards that outlives the load: manifest, plan, and
@@ -67,7 +68,7 @@ class RankLoad {
   RankOutcome outcome_;
   const uint64_t held_before_;  // what the ledger held before construction
   HostSink shards_;
-  Compared compared_;
+  ComparedChunks compared_;
   Charge header_, plan_, ring_;
 };
 

@@ -32,11 +32,11 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
     if (oom_kill_count() == before) return std::string();
     // The first limit has the least memory left: probably the one that the killed rank exceeded.
     const std::vector<MemoryLimit> limits = memory_limits();
-    std::string how = limits.empty() ? "the kernel counted an out-of-memory kill"
-                                     : fmt::format("{} allows {}", limits[0].source,
-                                                   format_size(limits[0].limit_bytes));
-    if (!world.need.empty()) how += "; " + world.need;
-    return fmt::format("{}; {} had been read or written", how,
+    std::string reason = limits.empty() ? "the kernel counted an out-of-memory kill"
+                                        : fmt::format("{} allows {}", limits[0].source,
+                                                      format_size(limits[0].limit_bytes));
+    if (!world.need.empty()) reason += "; " + world.need;
+    return fmt::format("{}; {} had been read or written", reason,
                        format_size(progress_of(world.board)));
   };
   auto reporting = [&world, body](int rank) {

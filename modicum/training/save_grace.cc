@@ -32,20 +32,20 @@ SaveGrace::Begin& SaveGrace::begin_of(int rank) const noexcept {
 }
 
 void SaveGrace::begin(int rank) const noexcept {
-  Begin& own = begin_of(rank);
-  own.progress.store(board_.progress(rank));
-  own.at_ns.store(clock_.now_ns());
-  own.has_begun.store(1);
+  Begin& begin = begin_of(rank);
+  begin.progress.store(board_.progress(rank));
+  begin.at_ns.store(clock_.now_ns());
+  begin.has_begun.store(1);
 }
 
 std::optional<int64_t> SaveGrace::rest_ns() const {
   uint64_t written = 0;
   int64_t began_ns = INT64_MAX;
   for (int rank = 0; rank < board_.ranks(); ++rank) {
-    const Begin& of = begin_of(rank);
-    if (of.has_begun.load() == 0) return std::nullopt;
-    written += board_.progress(rank) - of.progress.load();
-    began_ns = std::min(began_ns, of.at_ns.load());
+    const Begin& begin = begin_of(rank);
+    if (begin.has_begun.load() == 0) return std::nullopt;
+    written += board_.progress(rank) - begin.progress.load();
+    began_ns = std::min(began_ns, begin.at_ns.load());
   }
   if (written == 0) return std::nullopt;
   const auto left = static_cast<double>(bytes_ - std::min(bytes_, written));

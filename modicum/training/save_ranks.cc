@@ -13,9 +13,9 @@ namespace {
 
 // The parts of a life, with the promise of each.
 PhaseReport phase_of(const TrainedJob& job, const JobOutcome& outcome, std::string name, Part part,
-                     std::initializer_list<LifePart> of) {
+                     std::initializer_list<LifePart> life_parts) {
   PhaseReport phase{std::move(name), part_of(job.load.plan.promise, part), {}};
-  for (const RankLife& life : outcome.ranks) phase.ranks.push_back(life.highest(of));
+  for (const RankLife& life : outcome.ranks) phase.ranks.push_back(life.highest(life_parts));
   return phase;
 }
 
@@ -30,8 +30,8 @@ void add_saved(const SaveTask& task, const JobOutcome& outcome, SaveReport& repo
   for (const uint32_t stored : task.plan.form().left_out) {
     report.left_out.push_back(task.load.run.checkpoint.manifest.tensors[stored].spec.fqn);
   }
-  for (const SavePlan::Copied& of : task.plan.copied()) {
-    report.copied.push_back(task.plan.manifest().tensors[of.to].spec.fqn);
+  for (const SavePlan::CopiedTensor& copied : task.plan.copied()) {
+    report.copied.push_back(task.plan.manifest().tensors[copied.to].spec.fqn);
   }
   for (const StepFile& file : saved.record.files) report.files.push_back({file.name, file.bytes});
 }
@@ -42,9 +42,9 @@ Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFil
   const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
   std::vector<SaveNeeds> parts = {SavePlan(run.checkpoint, loaded, form).needs()};
   if (state != nullptr) parts.push_back({state->footprint()});
-  Footprint held = save_footprint(parts);
-  held[Purpose::staging] = 0;  // that of the load, which may be shrunk to fit the budget
-  return held;
+  Footprint result = save_footprint(parts);
+  result[Purpose::staging] = 0;  // that of the load, which may be shrunk to fit the budget
+  return result;
 }
 
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {

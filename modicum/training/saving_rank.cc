@@ -13,8 +13,8 @@ SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankC
   const StateFiles& state = *task.state;
   ChunkSums sums(state.manifest(), place.point);
   const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-    const auto shards = [&](FunctionRef<void(const HeldShard&)> held) {
-      for_each_held(optimizer, true, held);
+    const auto shards = [&](FunctionRef<void(const HeldShard&)> visit) {
+      for_each_held(optimizer, true, visit);
     };
     state.for_each_span(shards, fn);
   };
@@ -30,7 +30,7 @@ std::vector<std::string> without_state(const Run& run) {
   std::set<std::string> trained;
   for (int rank = 0; rank < run.layout.world_size(); ++rank) {
     for_each_trained(run.recipe, run.layout, *run.optimizer, rank,
-                     [&](TrainedShard&& of) { trained.insert(of.shard.fqn); });
+                     [&](TrainedShard&& shard) { trained.insert(shard.shard.fqn); });
   }
   std::vector<std::string> names;
   for (uint32_t t = 0; t < run.recipe.targets.size(); ++t) {
@@ -43,9 +43,9 @@ std::vector<std::string> without_state(const Run& run) {
 StateFacts facts_of(const SaveTask& task, const TrainedSteps& trained) {
   StateFacts facts;
   if (task.from != nullptr) facts = task.from->facts;
-  const int made = task.steps - trained.skipped;
-  facts.steps += made;
-  for (auto& [fqn, steps] : facts.steps_of) steps += made;
+  const int steps_made = task.steps - trained.skipped;
+  facts.steps += steps_made;
+  for (auto& [fqn, steps] : facts.steps_of) steps += steps_made;
   facts.format = *task.load.run.optimizer;
   facts.seed = task.seed;
   facts.without_state = without_state(task.load.run);
@@ -97,10 +97,10 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
     state.emplace(
         StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
   }
-  Publishing how{.waits = std::move(waits)};
-  if (task.from != nullptr) how.carried = &task.from->carried;
-  if (task.grace_ns > 0) how.lock_limit_ns = std::min(how.lock_limit_ns, task.grace_ns / 2);
-  return step.publish(task.load.run.checkpoint, task.plan, state, how);
+  PublishOptions options{.waits = std::move(waits)};
+  if (task.from != nullptr) options.carried = &task.from->carried;
+  if (task.grace_ns > 0) options.lock_limit_ns = std::min(options.lock_limit_ns, task.grace_ns / 2);
+  return step.publish(task.load.run.checkpoint, task.plan, state, options);
 }
 
 }  // namespace modicum

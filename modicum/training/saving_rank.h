@@ -38,7 +38,7 @@ struct TrainedSteps {
   int skipped = 0;      // number of training steps that were skipped
   uint64_t digest = 0;  // digest of the saved state
 };
-// Publishes what all ranks have saved. `waits`: see Publishing.
+// Publishes what all ranks have saved. `waits`: see PublishOptions.
 SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
                   std::function<void()> waits);
 

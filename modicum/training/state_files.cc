@@ -44,13 +44,13 @@ int64_t blocks_of(int64_t row, int64_t numel) {
   return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
 }
 
-std::vector<TensorSpec> specs_of(const StateOf& of) {
-  const TensorSpec& parameter = of.parameter;
+std::vector<TensorSpec> specs_of(const StateOf& state) {
+  const TensorSpec& parameter = state.parameter;
   std::vector<TensorSpec> specs;
   const auto add = [&](std::string name, DType dtype, std::vector<int64_t> shape) {
     specs.push_back({std::move(name), Role::param, dtype, std::move(shape)});
   };
-  for (const StoredPlane& plane : stored_planes(of.format, of.is_master)) {
+  for (const StoredPlane& plane : stored_planes(state.format, state.is_master)) {
     std::string name = fmt::format("{}.{}", parameter.fqn, plane.suffix);
     add(name, plane.dtype, parameter.shape);
     if (!plane.has_scales) continue;
@@ -62,25 +62,25 @@ std::vector<TensorSpec> specs_of(const StateOf& of) {
 }
 
 // Throws MISMATCH if the parameter can't get its master from a state of the form `saved`.
-void require_master(const StateOf& of, const StateForm& saved) {
-  const DType dtype = of.parameter.dtype;
+void require_master(const StateOf& state, const StateForm& saved) {
+  const DType dtype = state.parameter.dtype;
   if (!saved.is_master || dtype == DType::f32 || dtype == row_of(saved.format).master) return;
   const bool was_f32 = !row_of(saved.format).is_split();
   fail(Category::mismatch,
        fmt::format("{}: the parameter was {} when it was saved", kLacksTensor,
                    was_f32 ? "float32" : "bfloat16"),
-       {.tensor = fmt::format("{}.master", of.parameter.fqn)});
+       {.tensor = fmt::format("{}.master", state.parameter.fqn)});
 }
 
 }  // namespace
 
-bool is_moment_converted(const StateForm& saved, StateFormat held) noexcept {
-  return row_of(saved.format).moment != row_of(held).moment;
+bool is_moment_converted(const StateForm& saved, StateFormat format) noexcept {
+  return row_of(saved.format).moment != row_of(format).moment;
 }
 
 // A parameter that is its own fp32 master has no stored plane to convert.
-bool is_master_converted(const StateForm& saved, StateFormat held) noexcept {
-  const StateFormatRow &from = row_of(saved.format), &to = row_of(held);
+bool is_master_converted(const StateForm& saved, StateFormat format) noexcept {
+  const StateFormatRow &from = row_of(saved.format), &to = row_of(format);
   if (saved.is_master && !from.is_split()) return false;
   return from.master != to.master || from.master_low != to.master_low;
 }
@@ -100,8 +100,8 @@ std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master) {
 
 std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters) {
   std::vector<TensorSpec> specs;
-  for (const StateOf& of : parameters) {
-    for (TensorSpec& spec : specs_of(of)) specs.push_back(std::move(spec));
+  for (const StateOf& state : parameters) {
+    for (TensorSpec& spec : specs_of(state)) specs.push_back(std::move(spec));
   }
   std::sort(specs.begin(), specs.end(),
             [](const TensorSpec& a, const TensorSpec& b) { return a.fqn < b.fqn; });
@@ -114,17 +114,18 @@ std::vector<StateOf> state_of(const Run& run) {
   for (const uint32_t t : trained_targets(run.recipe)) {
     const TensorSpec& spec = run.recipe.targets[t].spec;
     if (numel_of(spec.shape) == 0) continue;  // no rank has a shard of it
-    const TrainedShard of{.format = state_format_of(spec.dtype, spec.shape, *run.optimizer),
-                          .dtype = spec.dtype};
-    parameters.push_back({spec, of.format, of.is_master()});
-    has_scales |= row_of(of.format).has_scales();
+    const TrainedShard shard{.format = state_format_of(spec.dtype, spec.shape, *run.optimizer),
+                             .dtype = spec.dtype};
+    parameters.push_back({spec, shard.format, shard.is_master()});
+    has_scales |= row_of(shard.format).has_scales();
   }
   if (!has_scales) return parameters;
   for_each_replica_group(run.layout, [&](std::span<const int> ranks) {
-    for_each_trained(run.recipe, run.layout, *run.optimizer, ranks.front(), [&](TrainedShard&& of) {
-      if (!row_of(of.format).has_scales()) return;
-      require_whole_blocks(of.shard, numel_of(run.recipe.targets[of.target].spec.shape));
-    });
+    for_each_trained(
+        run.recipe, run.layout, *run.optimizer, ranks.front(), [&](TrainedShard&& shard) {
+          if (!row_of(shard.format).has_scales()) return;
+          require_whole_blocks(shard.shard, numel_of(run.recipe.targets[shard.target].spec.shape));
+        });
   });
   return parameters;
 }
@@ -165,10 +166,10 @@ void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
 void StateFiles::require_of(std::span<const StateOf> parameters, bool has_masters) const {
   std::vector<bool> is_left(by_name_.size(), true);
-  for (const StateOf& of : parameters) {
-    const StateForm form = form_of(of.parameter.fqn);
-    if (has_masters) require_master(of, form);
-    for (const TensorSpec& spec : specs_of({of.parameter, form.format, form.is_master})) {
+  for (const StateOf& state : parameters) {
+    const StateForm form = form_of(state.parameter.fqn);
+    if (has_masters) require_master(state, form);
+    for (const TensorSpec& spec : specs_of({state.parameter, form.format, form.is_master})) {
       const auto found = find(spec.fqn);
       if (found == by_name_.end()) fail(Category::mismatch, kLacksTensor, {.tensor = spec.fqn});
       is_left[static_cast<size_t>(found - by_name_.begin())] = false;
@@ -205,9 +206,9 @@ StateForm StateFiles::form_of(const std::string& fqn) const {
 }
 
 bool StateFiles::is_converted(std::span<const StateOf> parameters) const {
-  return std::any_of(parameters.begin(), parameters.end(), [this](const StateOf& of) {
-    const StateForm saved = form_of(of.parameter.fqn);
-    return is_moment_converted(saved, of.format) || is_master_converted(saved, of.format);
+  return std::any_of(parameters.begin(), parameters.end(), [this](const StateOf& state) {
+    const StateForm saved = form_of(state.parameter.fqn);
+    return is_moment_converted(saved, state.format) || is_master_converted(saved, state.format);
   });
 }
 
@@ -224,18 +225,18 @@ void StateFiles::sort_names() {
 }
 
 std::vector<uint32_t>::const_iterator StateFiles::find(const std::string& name) const {
-  const auto found =
-      std::lower_bound(by_name_.begin(), by_name_.end(), name,
-                       [this](uint32_t s, const std::string& of) { return name_of(s) < of; });
+  const auto found = std::lower_bound(
+      by_name_.begin(), by_name_.end(), name,
+      [this](uint32_t s, const std::string& wanted) { return name_of(s) < wanted; });
   return found != by_name_.end() && name_of(*found) == name ? found : by_name_.end();
 }
 
 Footprint StateFiles::footprint() const {
-  Footprint held;
-  held[Purpose::header] = manifest_.held_bytes();
-  held[Purpose::header] += heap_block_bytes(by_name_.size() * sizeof(uint32_t));
-  held[Purpose::plan] = ChunkSums::held_bytes(manifest_);
-  return held;
+  Footprint result;
+  result[Purpose::header] = manifest_.held_bytes();
+  result[Purpose::header] += heap_block_bytes(by_name_.size() * sizeof(uint32_t));
+  result[Purpose::plan] = ChunkSums::held_bytes(manifest_);
+  return result;
 }
 
 const TensorSpec* StateFiles::spec_of(const std::string& fqn, std::string_view suffix) const {
@@ -252,33 +253,33 @@ uint32_t StateFiles::stored(const std::string& fqn, std::string_view suffix) con
 // Goes in the order of the files, so that ranks which write to the same pages do so at about the
 // same time.
 void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const {
-  std::vector<HeldShard> held;
-  shards([&](const HeldShard& of) {
-    if (!of.adamw.shard(of.shard).runs.empty()) held.push_back(of);
+  std::vector<HeldShard> held_shards;
+  shards([&](const HeldShard& held_shard) {
+    if (!held_shard.adamw.shard(held_shard.shard).runs.empty()) held_shards.push_back(held_shard);
   });
   std::vector<std::pair<const HeldShard*, Part>> parts;
-  for (const HeldShard& of : held) {
-    const bool has_master = of.adamw.shard(of.shard).master != nullptr;
-    for (const StoredPlane& plane : stored_planes(of.adamw.format(), has_master)) {
-      parts.push_back({&of, {stored(of.fqn, plane.suffix), plane.plane, false}});
-      if (of.adamw.scales(of.shard, plane.plane).empty()) continue;
+  for (const HeldShard& held_shard : held_shards) {
+    const bool has_master = held_shard.adamw.shard(held_shard.shard).master != nullptr;
+    for (const StoredPlane& plane : stored_planes(held_shard.adamw.format(), has_master)) {
+      parts.push_back({&held_shard, {stored(held_shard.fqn, plane.suffix), plane.plane, false}});
+      if (held_shard.adamw.scales(held_shard.shard, plane.plane).empty()) continue;
       const std::string suffix = fmt::format("{}{}", plane.suffix, kScaleSuffix);
-      parts.push_back({&of, {stored(of.fqn, suffix), plane.plane, true}});
+      parts.push_back({&held_shard, {stored(held_shard.fqn, suffix), plane.plane, true}});
     }
   }
   std::sort(parts.begin(), parts.end(),
             [](const auto& a, const auto& b) { return a.second.stored < b.second.stored; });
-  for (const auto& [of, part] : parts) for_each_span(*of, part, fn);
+  for (const auto& [held_shard, part] : parts) for_each_span(*held_shard, part, fn);
 }
 
-void StateFiles::for_each_span(const HeldShard& of, const Part& part,
+void StateFiles::for_each_span(const HeldShard& held_shard, const Part& part,
                                FunctionRef<void(const StoredSpan&)> fn) const {
-  AdamW& state = of.adamw;
-  const size_t shard = of.shard;
+  AdamW& state = held_shard.adamw;
+  const size_t shard = held_shard.shard;
   const ShardSpec& spec = state.shard(shard);
-  const std::span<std::byte> held = part.is_scale
-                                        ? std::as_writable_bytes(state.scales(shard, part.plane))
-                                        : state.plane(shard, part.plane);
+  const std::span<std::byte> plane_bytes =
+      part.is_scale ? std::as_writable_bytes(state.scales(shard, part.plane))
+                    : state.plane(shard, part.plane);
   const DType dtype = manifest_.tensors[part.stored].spec.dtype;
   const ScaleBlocks blocks(spec.row);
   uint64_t done = 0;
@@ -289,8 +290,8 @@ void StateFiles::for_each_span(const HeldShard& of, const Part& part,
       end = blocks.block_of(end - 1) + 1;
     }
     const uint64_t bytes = bytes_of(dtype, end - first);
-    MODICUM_ASSERT(done + bytes <= held.size());
-    fn({part.stored, bytes_of(dtype, first), held.subspan(done, bytes)});
+    MODICUM_ASSERT(done + bytes <= plane_bytes.size());
+    fn({part.stored, bytes_of(dtype, first), plane_bytes.subspan(done, bytes)});
     done += bytes;
   }
 }

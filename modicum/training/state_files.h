@@ -54,9 +54,9 @@ struct StateForm {
   StateFormat format = StateFormat::fp32;
   bool is_master = false;
 };
-// Whether a state of format `held` holds the moments, or the master, in another form.
-bool is_moment_converted(const StateForm& saved, StateFormat held) noexcept;
-bool is_master_converted(const StateForm& saved, StateFormat held) noexcept;
+// Whether a state of format `format` holds the moments, or the master, in another form.
+bool is_moment_converted(const StateForm& saved, StateFormat format) noexcept;
+bool is_master_converted(const StateForm& saved, StateFormat format) noexcept;
 // The stored planes of a parameter in a step's files.
 std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master);
 constexpr std::string_view kScaleSuffix = "_scale";
@@ -118,7 +118,7 @@ class StateFiles {
     Plane plane = Plane::exp_avg;
     bool is_scale = false;
   };
-  void for_each_span(const HeldShard& of, const Part& part,
+  void for_each_span(const HeldShard& held_shard, const Part& part,
                      FunctionRef<void(const StoredSpan&)> fn) const;
 
  private:

@@ -25,8 +25,8 @@ TEST(StateFiles, SpansAreInTheOrderOfTheFiles) {
     Ledger ledger;
     AdamW state(spec, ledger, 1);
     const StateFiles files(parameters);
-    const auto shards = [&](FunctionRef<void(const HeldShard&)> held) {
-      for (size_t i = 0; i < names.size(); ++i) held({state, i, names[i]});
+    const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) {
+      for (size_t i = 0; i < names.size(); ++i) fn({state, i, names[i]});
     };
     std::tuple<uint32_t, uint64_t> reached{};
     size_t spans = 0;

@@ -41,7 +41,7 @@ struct Window {
 // A plane of a shard, and its first stored tensor.
 struct PlaneOfShard {
   uint32_t stored = 0;
-  const HeldShard* held = nullptr;
+  const HeldShard* held_shard = nullptr;
   StateForm saved;
   StatePlane plane = StatePlane::master;
   bool is_converted = false;
@@ -61,50 +61,52 @@ constexpr std::array<Moment, 2> kMoments = {
 // Emits the spans of a load, and converts planes as soon as a window of them was read.
 class StateReader {
  public:
-  StateReader(const StateFiles& files, const std::vector<HeldShard>& held, Ledger& ledger)
+  StateReader(const StateFiles& files, const std::vector<HeldShard>& held_shards, Ledger& ledger)
       : files_(files), ledger_(ledger) {
-    for (const HeldShard& of : held) add(of);
+    for (const HeldShard& held_shard : held_shards) add(held_shard);
     std::sort(planes_.begin(), planes_.end(),
               [](const auto& a, const auto& b) { return a.stored < b.stored; });
   }
 
   void read(FunctionRef<void(const StoredSpan&)> fn) {
-    for (const PlaneOfShard& of : planes_) {
-      if (!of.is_converted) {
-        files_.for_each_span(*of.held, of.part, fn);
+    for (const PlaneOfShard& plane : planes_) {
+      if (!plane.is_converted) {
+        files_.for_each_span(*plane.held_shard, plane.part, fn);
         continue;
       }
       if (!window_) window_.emplace(ledger_);
-      convert(of, fn);
+      convert(plane, fn);
     }
   }
 
  private:
-  void add(const HeldShard& of) {
-    const StateForm saved = files_.form_of(of.fqn);
-    const StateFormat format = of.adamw.format();
+  void add(const HeldShard& held_shard) {
+    const StateForm saved = files_.form_of(held_shard.fqn);
+    const StateFormat format = held_shard.adamw.format();
     const bool is_split = row_of(saved.format).is_split();
     if (is_master_converted(saved, format)) {
-      const uint32_t stored = files_.stored(of.fqn, is_split ? "master_low" : "master");
-      planes_.push_back({stored, &of, saved, StatePlane::master, true, {}});
+      const uint32_t stored = files_.stored(held_shard.fqn, is_split ? "master_low" : "master");
+      planes_.push_back({stored, &held_shard, saved, StatePlane::master, true, {}});
     } else {
-      if (!saved.is_master) add_as_saved(of, "master", Plane::master);
-      if (is_split) add_as_saved(of, "master_low", Plane::master_low);
+      if (!saved.is_master) add_as_saved(held_shard, "master", Plane::master);
+      if (is_split) add_as_saved(held_shard, "master_low", Plane::master_low);
     }
     for (const Moment& moment : kMoments) {
       if (is_moment_converted(saved, format)) {
-        const uint32_t stored = files_.stored(of.fqn, moment.suffix);
-        planes_.push_back({stored, &of, saved, moment.exported, true, {}});
+        const uint32_t stored = files_.stored(held_shard.fqn, moment.suffix);
+        planes_.push_back({stored, &held_shard, saved, moment.exported, true, {}});
         continue;
       }
-      add_as_saved(of, moment.suffix, moment.plane);
-      if (row_of(format).has_scales()) add_as_saved(of, moment.scale_suffix, moment.plane, true);
+      add_as_saved(held_shard, moment.suffix, moment.plane);
+      if (row_of(format).has_scales())
+        add_as_saved(held_shard, moment.scale_suffix, moment.plane, true);
     }
   }
 
-  void add_as_saved(const HeldShard& of, const char* suffix, Plane plane, bool is_scale = false) {
-    const uint32_t stored = files_.stored(of.fqn, suffix);
-    planes_.push_back({stored, &of, {}, {}, false, {stored, plane, is_scale}});
+  void add_as_saved(const HeldShard& held_shard, const char* suffix, Plane plane,
+                    bool is_scale = false) {
+    const uint32_t stored = files_.stored(held_shard.fqn, suffix);
+    planes_.push_back({stored, &held_shard, {}, {}, false, {stored, plane, is_scale}});
   }
 
   // Elements of a run of a shard: from parameter element `first`, and shard element `at`.
@@ -113,19 +115,19 @@ class StateReader {
   };
 
   // A window ends where a block of scales ends, in either form, or where the run ends.
-  void convert(const PlaneOfShard& of, FunctionRef<void(const StoredSpan&)> fn) {
-    const HeldShard& held = *of.held;
-    const ScaleBlocks blocks(moment_row(files_.manifest().tensors[of.stored].spec.shape));
+  void convert(const PlaneOfShard& plane, FunctionRef<void(const StoredSpan&)> fn) {
+    const HeldShard& held_shard = *plane.held_shard;
+    const ScaleBlocks blocks(moment_row(files_.manifest().tensors[plane.stored].spec.shape));
     int64_t at = 0;
-    for (const ShardRun& run : held.adamw.shard(held.shard).runs) {
+    for (const ShardRun& run : held_shard.adamw.shard(held_shard.shard).runs) {
       const int64_t end = run.first + run.n;
       for (int64_t first = run.first; first < end;) {
         int64_t n = end - first;
         if (n > kWindow) n = blocks.begin_of(first + kWindow) - first;
-        if (of.plane == StatePlane::master) {
-          convert_master(of, {first, at, n}, fn);
+        if (plane.plane == StatePlane::master) {
+          convert_master(plane, {first, at, n}, fn);
         } else {
-          convert_moment(of, blocks, {first, at, n}, fn);
+          convert_moment(plane, blocks, {first, at, n}, fn);
         }
         first += n;
         at += n;
@@ -133,77 +135,78 @@ class StateReader {
     }
   }
 
-  void convert_moment(const PlaneOfShard& of, const ScaleBlocks& blocks, const Stretch& stretch,
+  void convert_moment(const PlaneOfShard& plane, const ScaleBlocks& blocks, const Stretch& stretch,
                       FunctionRef<void(const StoredSpan&)> fn) {
-    AdamSpan span = span_of(of, stretch);
-    read_values(of.stored, stretch, window_->stored, fn);
-    const Moment& moment = kMoments[of.plane == StatePlane::exp_avg ? 0 : 1];
-    if (row_of(of.saved.format).has_scales()) {
+    AdamSpan span = span_of(plane, stretch);
+    read_values(plane.stored, stretch, window_->stored, fn);
+    const Moment& moment = kMoments[plane.plane == StatePlane::exp_avg ? 0 : 1];
+    if (row_of(plane.saved.format).has_scales()) {
       span.row = blocks.row();
-      read_scales(files_.stored(of.held->fqn, moment.scale_suffix), blocks, stretch, fn);
+      read_scales(files_.stored(plane.held_shard->fqn, moment.scale_suffix), blocks, stretch, fn);
     }
     auto* const scales = reinterpret_cast<float*>(window_->scales.data());
-    if (of.plane == StatePlane::exp_avg) {
+    if (plane.plane == StatePlane::exp_avg) {
       span.exp_avg = window_->stored.data();
       span.exp_avg_scale = scales;
     } else {
       span.exp_avg_sq = window_->stored.data();
       span.exp_avg_sq_scale = scales;
     }
-    import_values(of, span, stretch);
+    import_values(plane, span, stretch);
   }
 
-  void convert_master(const PlaneOfShard& of, const Stretch& stretch,
+  void convert_master(const PlaneOfShard& plane, const Stretch& stretch,
                       FunctionRef<void(const StoredSpan&)> fn) {
-    AdamSpan span = span_of(of, stretch);
+    AdamSpan span = span_of(plane, stretch);
     span.master = window_->stored.data();
-    if (row_of(of.saved.format).is_split()) {
-      if (of.saved.is_master) {
-        take_upper_halves(*of.held, stretch);
+    if (row_of(plane.saved.format).is_split()) {
+      if (plane.saved.is_master) {
+        take_upper_halves(*plane.held_shard, stretch);
       } else {
-        read_values(files_.stored(of.held->fqn, "master"), stretch, window_->stored, fn);
+        read_values(files_.stored(plane.held_shard->fqn, "master"), stretch, window_->stored, fn);
       }
-      read_values(of.stored, stretch, window_->low, fn);
+      read_values(plane.stored, stretch, window_->low, fn);
       span.master_low = window_->low.data();
     } else {
-      read_values(of.stored, stretch, window_->stored, fn);
+      read_values(plane.stored, stretch, window_->stored, fn);
     }
-    import_values(of, span, stretch);
-    const ShardSpec& shard = of.held->adamw.shard(of.held->shard);
-    if (shard.out == nullptr || row_of(of.held->adamw.format()).is_split()) return;
+    import_values(plane, span, stretch);
+    const ShardSpec& shard = plane.held_shard->adamw.shard(plane.held_shard->shard);
+    if (shard.out == nullptr || row_of(plane.held_shard->adamw.format()).is_split()) return;
     cast(reinterpret_cast<const std::byte*>(window_->values.data()), DType::f32,
          shard.out + bytes_of(shard.out_dtype, stretch.at), shard.out_dtype, stretch.n);
   }
 
   // The parameter itself, as it was saved.
-  void take_upper_halves(const HeldShard& held, const Stretch& stretch) {
-    const ShardSpec& shard = held.adamw.shard(held.shard);
+  void take_upper_halves(const HeldShard& held_shard, const Stretch& stretch) {
+    const ShardSpec& shard = held_shard.adamw.shard(held_shard.shard);
     const uint64_t begin = bytes_of(DType::bf16, stretch.at);
     const uint64_t bytes = bytes_of(DType::bf16, stretch.n);
     std::byte* const to = window_->stored.data();
-    if (row_of(held.adamw.format()).is_split()) {
-      std::copy_n(held.adamw.plane(held.shard, Plane::master).data() + begin, bytes, to);
+    if (row_of(held_shard.adamw.format()).is_split()) {
+      std::copy_n(held_shard.adamw.plane(held_shard.shard, Plane::master).data() + begin, bytes,
+                  to);
     } else if (shard.out != nullptr && shard.out_dtype == DType::bf16) {
       std::copy_n(shard.out + begin, bytes, to);
     } else {
       const auto values = window_->values.first(static_cast<size_t>(stretch.n));
-      held.adamw.export_to(held.shard, StatePlane::master, stretch.at, values);
+      held_shard.adamw.export_to(held_shard.shard, StatePlane::master, stretch.at, values);
       cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, to, DType::bf16,
            stretch.n);
     }
   }
 
-  static AdamSpan span_of(const PlaneOfShard& of, const Stretch& stretch) {
-    return {.format = of.saved.format,
-            .parameter = name_hash(of.held->fqn),
+  static AdamSpan span_of(const PlaneOfShard& plane, const Stretch& stretch) {
+    return {.format = plane.saved.format,
+            .parameter = name_hash(plane.held_shard->fqn),
             .first = stretch.first,
             .n = stretch.n};
   }
 
-  void import_values(const PlaneOfShard& of, const AdamSpan& saved, const Stretch& stretch) {
+  void import_values(const PlaneOfShard& plane, const AdamSpan& saved, const Stretch& stretch) {
     const auto values = window_->values.first(static_cast<size_t>(stretch.n));
-    export_state(saved, of.plane, values.data());
-    of.held->adamw.import_from(of.held->shard, of.plane, stretch.at, values);
+    export_state(saved, plane.plane, values.data());
+    plane.held_shard->adamw.import_from(plane.held_shard->shard, plane.plane, stretch.at, values);
   }
 
   void read_values(uint32_t stored, const Stretch& stretch, std::span<std::byte> to,
@@ -234,21 +237,21 @@ class StateReader {
 
 Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
                               std::span<const StateOf> parameters) {
-  Footprint held;
-  held[Purpose::header] = files.footprint()[Purpose::header] + saved.held_bytes();
-  if (files.is_converted(parameters)) held[Purpose::staging] = kConvertedStateBytes;
-  return held;
+  Footprint result;
+  result[Purpose::header] = files.footprint()[Purpose::header] + saved.held_bytes();
+  if (files.is_converted(parameters)) result[Purpose::staging] = kConvertedStateBytes;
+  return result;
 }
 
 uint64_t load_state(const StateSource& from, HeldShards shards, const RankContext& at,
-                    Compared& compared) {
-  std::vector<HeldShard> held;
-  shards([&](const HeldShard& of) {
+                    ComparedChunks& compared) {
+  std::vector<HeldShard> held_shards;
+  shards([&](const HeldShard& held_shard) {
     // Before an import, which rounds with the random bits of the last step.
-    of.adamw.set_steps(of.shard, from.facts.steps_made_by(of.fqn));
-    if (!of.adamw.shard(of.shard).runs.empty()) held.push_back(of);
+    held_shard.adamw.set_steps(held_shard.shard, from.facts.steps_made_by(held_shard.fqn));
+    if (!held_shard.adamw.shard(held_shard.shard).runs.empty()) held_shards.push_back(held_shard);
   });
-  StateReader reader(from.files, held, *at.ledger);
+  StateReader reader(from.files, held_shards, *at.ledger);
   const uint64_t bytes = load_spans(
       from.checkpoint, [&](FunctionRef<void(const StoredSpan&)> fn) { reader.read(fn); }, at,
       compared);

@@ -44,6 +44,6 @@ Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
 // Throws FORMAT.TRUNC, IO, BUDGET; CONFLICT if a file changed; INTEGRITY if values are not the
 // saved ones; PEER if another rank failed.
 uint64_t load_state(const StateSource& from, HeldShards shards, const RankContext& at,
-                    Compared& compared);
+                    ComparedChunks& compared);
 
 }  // namespace modicum

@@ -30,17 +30,17 @@ const std::vector<ShardRun> kRows = {{129 * 10, 129 * 400}, {129 * 500, 129 * 20
 const std::vector<ShardRun> kCut = {{1000, 70001}, {kNumel - 300, 7}};
 
 // A state of one shard of a bf16 parameter.
-struct Held {
-  Held(StateFormat format, bool own, std::vector<ShardRun> runs)
-      : is_own(own), parameter(static_cast<size_t>(kNumel)) {
+struct ShardState {
+  ShardState(StateFormat format, bool is_callers, std::vector<ShardRun> runs)
+      : is_own(is_callers), parameter(static_cast<size_t>(kNumel)) {
     AdamWSpec spec{.format = format, .seed = 5};
-    const bool is_master = own && row_of(format).is_split();
+    const bool is_master = is_callers && row_of(format).is_split();
     auto* const memory = reinterpret_cast<std::byte*>(parameter.data());
     spec.shards.push_back({.fqn = kName,
                            .runs = std::move(runs),
                            .row = row_of(format).has_scales() ? moment_row(kShape) : 0,
                            .master = is_master ? memory : nullptr,
-                           .out = own && !is_master ? memory : nullptr});
+                           .out = is_callers && !is_master ? memory : nullptr});
     state = std::make_unique<AdamW>(std::move(spec), ledger, 1);
     state->set_steps(0, kSteps);
     for (const ShardRun& run : state->shard(0).runs) numel += run.n;
@@ -67,18 +67,18 @@ struct Held {
   int64_t numel = 0;
 };
 
-// The elements of `whole` that are in the runs of `of`.
+// The elements of `whole` that are in the runs of `shard_state`.
 template <typename T>
-std::vector<T> part_of(const std::vector<T>& whole, const Held& of) {
+std::vector<T> part_of(const std::vector<T>& whole, const ShardState& shard_state) {
   std::vector<T> part;
-  for (const ShardRun& run : of.state->shard(0).runs) {
+  for (const ShardRun& run : shard_state.state->shard(0).runs) {
     part.insert(part.end(), whole.begin() + run.first, whole.begin() + run.first + run.n);
   }
   return part;
 }
 
 // The parameter as a step has it: rounded as the format rounds.
-std::vector<uint16_t> weights_of(const Held& saved) {
+std::vector<uint16_t> weights_of(const ShardState& saved) {
   if (saved.is_own) return saved.parameter;
   std::vector<uint16_t> weights(static_cast<size_t>(kNumel));
   if (row_of(saved.state->format()).is_split()) {
@@ -91,14 +91,14 @@ std::vector<uint16_t> weights_of(const Held& saved) {
   return weights;
 }
 
-// The saved state of `of`, in the files of a checkpoint.
-Checkpoint saved_in(MemoryFileSystem& files, const Held& of) {
+// The saved state of `shard_state`, in the files of a checkpoint.
+Checkpoint saved_in(MemoryFileSystem& files, const ShardState& saved) {
   const std::vector<StateOf> parameters = {
-      {{kName, Role::param, DType::bf16, kShape}, of.form().format, of.form().is_master}};
+      {{kName, Role::param, DType::bf16, kShape}, saved.form().format, saved.form().is_master}};
   const StateFiles state(parameters);
   std::string file = output_header(state.manifest(), 0);
   file.resize(state.manifest().files[0].identity.size_bytes);
-  const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) { fn({*of.state, 0, kName}); };
+  const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) { fn({*saved.state, 0, kName}); };
   state.for_each_span(shards, [&](const StoredSpan& span) {
     const uint64_t begin = state.manifest().tensors[span.stored].at.begin + span.at;
     std::memcpy(file.data() + begin, span.bytes.data(), span.bytes.size());
@@ -107,31 +107,33 @@ Checkpoint saved_in(MemoryFileSystem& files, const Held& of) {
   return open_checkpoint(files, "/state");
 }
 
-// Loads the state of `saved` into `held`, whose parameter has the saved weights.
-void load(const Held& saved, Held& held) {
+// Loads the state of `saved` into `loaded`, whose parameter has the saved weights.
+void load(const ShardState& saved, ShardState& loaded) {
   MemoryFileSystem files;
   const Checkpoint checkpoint = saved_in(files, saved);
   const StateFiles state(checkpoint.manifest);
-  const std::vector<uint16_t> weights = part_of(weights_of(saved), held);
-  std::copy(weights.begin(), weights.end(), held.parameter.begin());
-  if (!held.is_own) {  // a program has set the masters from the parameters on the device
+  const std::vector<uint16_t> weights = part_of(weights_of(saved), loaded);
+  std::copy(weights.begin(), weights.end(), loaded.parameter.begin());
+  if (!loaded.is_own) {  // a program has set the masters from the parameters on the device
     std::vector<float> values(weights.size());
     cast(reinterpret_cast<const std::byte*>(weights.data()), DType::bf16,
-         reinterpret_cast<std::byte*>(values.data()), DType::f32, held.numel);
-    held.state->import_from(0, StatePlane::master, 0, values);
+         reinterpret_cast<std::byte*>(values.data()), DType::f32, loaded.numel);
+    loaded.state->import_from(0, StatePlane::master, 0, values);
   }
   const std::vector<StateOf> parameters = {
-      {{kName, Role::param, DType::bf16, kShape}, held.form().format, held.form().is_master}};
+      {{kName, Role::param, DType::bf16, kShape}, loaded.form().format, loaded.form().is_master}};
   state.require_of(parameters);
   ScriptedBoard board(1);
-  Compared compared(checkpoint.manifest);
+  ComparedChunks compared(checkpoint.manifest);
   StateFacts facts;
   facts.steps = kSteps;
-  const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) { fn({*held.state, 0, kName}); };
-  load_state({checkpoint, state, facts}, shards, {0, &board, nullptr, &held.ledger}, compared);
+  const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) {
+    fn({*loaded.state, 0, kName});
+  };
+  load_state({checkpoint, state, facts}, shards, {0, &board, nullptr, &loaded.ledger}, compared);
 }
 
-void expect_equal(const Held& got, const Held& expected) {
+void expect_equal(const ShardState& got, const ShardState& expected) {
   for (const Plane plane : {Plane::master, Plane::master_low, Plane::exp_avg, Plane::exp_avg_sq}) {
     const auto a = got.state->plane(0, plane), b = expected.state->plane(0, plane);
     ASSERT_EQ(a.size(), b.size());
@@ -148,7 +150,7 @@ INSTANTIATE_TEST_SUITE_P(Masters, StateLoads, testing::Bool());
 
 TEST_P(StateLoads, GiveTheBitsOfAnImport) {
   for (const StateFormatRow& from : state_formats()) {
-    Held saved(from.format, GetParam(), kWhole);
+    ShardState saved(from.format, GetParam(), kWhole);
     std::vector<float> master(kNumel), exp_avg(kNumel), exp_avg_sq(kNumel);
     for (size_t i = 0; i < master.size(); ++i) {
       master[i] = std::sin(static_cast<float>(i)) * (i % 7 == 0 ? 1e-3F : 1.0F);
@@ -165,7 +167,7 @@ TEST_P(StateLoads, GiveTheBitsOfAnImport) {
           if (to.has_scales() && runs.front().first == kCut.front().first) continue;
           SCOPED_TRACE(testing::Message() << from.name << " to " << to.name << " own " << is_own
                                           << " from " << runs.front().first);
-          Held got(to.format, is_own, runs), expected(to.format, is_own, runs);
+          ShardState got(to.format, is_own, runs), expected(to.format, is_own, runs);
           load(saved, got);
           expected.set_master(part_of(saved.values(StatePlane::master), expected));
           for (const StatePlane plane : {StatePlane::exp_avg, StatePlane::exp_avg_sq}) {

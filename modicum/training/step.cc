@@ -18,8 +18,12 @@ namespace {
 constexpr int kSlotsPerThread = 2;  // slots of the ring for low-precision copies
 
 struct StepWorld : World {
-  StepWorld(const StepTask& of, const Promise& promised, uint64_t copied, RankRunner ranks)
-      : World(of.ranks, ranks), task(of), promise(promised), copy_bytes(copied), page(of.ranks) {}
+  StepWorld(const StepTask& step_task, const Promise& promised, uint64_t copied, RankRunner ranks)
+      : World(step_task.ranks, ranks),
+        task(step_task),
+        promise(promised),
+        copy_bytes(copied),
+        page(step_task.ranks) {}
 
   const StepTask& task;
   const Promise& promise;
@@ -88,7 +92,7 @@ class StepRank {
     const Buffer ring = ledger_.charge(Purpose::staging, ring_bytes(task_));
     world_.board.barrier(rank_);
     outcome_.fixed_bytes = tree_bytes(nullptr);
-    fixed_of_ledger_ = ledger_.held().total();
+    fixed_of_ledger_ = ledger_.footprint().total();
     world_.board.barrier(rank_);
     can_reset_ = reset_peak_rss();
     ledger_.mark();
@@ -100,8 +104,8 @@ class StepRank {
   }
 
  private:
-  std::vector<Trained> trained() const {
-    std::vector<Trained> trained(1);
+  std::vector<TrainedGroup> trained() const {
+    std::vector<TrainedGroup> trained(1);
     trained[0] = {spec_of(task_, rank_), {task_.grad_dtype}, {nullptr}};
     return trained;
   }
@@ -132,10 +136,10 @@ class StepRank {
   // and the kernel can reset peaks, the rank's own part is its peak since the last note_held. All
   // other parts are current values.
   uint64_t tree_bytes(const Children* children) const {
-    const ProcessMemory own = read_process_memory();
-    uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
+    const ProcessMemory memory = read_process_memory();
+    uint64_t sum = children != nullptr && can_reset_ ? memory.peak_held() : memory.held_bytes();
     if (children != nullptr) sum += children->held_bytes();
-    if (rank_ == 0) sum += read_process_memory(world_.launcher_pid).held();
+    if (rank_ == 0) sum += read_process_memory(world_.launcher_pid).held_bytes();
     return sum;
   }
 
@@ -200,8 +204,8 @@ double median(std::array<double, Baselines::kRounds> seconds) {
 // A round takes as long as its slowest rank.
 void compare(StepReport& report, const std::vector<StepOutcome>& outcomes) {
   Baselines slowest;
-  const auto raise = [](auto& of, const auto& by) {
-    for (size_t i = 0; i < of.size(); ++i) of[i] = std::max(of[i], by[i]);
+  const auto raise = [](auto& maxima, const auto& by) {
+    for (size_t i = 0; i < maxima.size(); ++i) maxima[i] = std::max(maxima[i], by[i]);
   };
   for (const StepOutcome& outcome : outcomes) {
     raise(slowest.memcpy_s, outcome.baselines.memcpy_s);

@@ -18,8 +18,8 @@ namespace {
 std::string sums_name(int rank) { return fmt::format(".sums-{:05}", rank); }
 
 StepOwner this_process() {
-  const ProcessIdentity of = identify_process(getpid());
-  return {of.host, of.pid, of.started};
+  const ProcessIdentity identity = identify_process(getpid());
+  return {identity.host, identity.pid, identity.started};
 }
 
 // Removes what dead processes have left next to the step. Returns warnings of what remains.
@@ -59,13 +59,13 @@ std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
 CarriedFiles::CarriedFiles(const FoundStep& step, const Manifest& state)
     : directory(step.path), world_size(step.record.world_size) {
   const std::string folder = std::string(kStateDirectory) + "/";
-  std::set<std::string, std::less<>> made = {folder + kStateFile, folder + kStateRecipeFile,
-                                             folder + kIndexFile};  // by the save itself
-  for (const DataFile& file : state.files) made.insert(folder + file.name);
+  std::set<std::string, std::less<>> state_files = {folder + kStateFile, folder + kStateRecipeFile,
+                                                    folder + kIndexFile};  // by the save itself
+  for (const DataFile& file : state.files) state_files.insert(folder + file.name);
   for (const StepFile& file : step.record.files) {
     const bool is_inside =
         file.name.starts_with(folder) || file.name.starts_with(fmt::format("{}/", kExtraDirectory));
-    if (is_inside && !made.contains(file.name)) files.push_back(file);
+    if (is_inside && !state_files.contains(file.name)) files.push_back(file);
   }
 }
 
@@ -137,7 +137,7 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
 
 // Begins the step before it removes leftovers: a directory without COMMIT and without a step in
 // flight would look like the directory of another program.
-StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
+StepSave::StepSave(FileSystem& files, const StepDirectory& inside, int64_t step)
     : files_(files),
       root_(inside.directory),
       step_(begin_step_in(files, inside.directory, step, this_process())),
@@ -250,7 +250,7 @@ void StepSave::add_carried(SavedStep& saved, const CarriedFiles& carried) {
 }
 
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
-                            const std::optional<SavedState>& state, const Publishing& how) {
+                            const std::optional<SavedState>& state, const PublishOptions& options) {
   SavedStep saved{.step = step_.step};
   saved.record = {.step = step_.step,
                   .uuid = step_.uuid,
@@ -266,9 +266,9 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     }
   }
   if (!source.directory.empty()) add_companions(source, plan, saved);
-  for (const NewFile& file : how.more) add_written(saved, file);
-  if (how.carried != nullptr) add_carried(saved, *how.carried);
-  commit(how, saved);
+  for (const NewFile& file : options.more) add_written(saved, file);
+  if (options.carried != nullptr) add_carried(saved, *options.carried);
+  commit(options, saved);
   saved.path = root_;
   if (!step_.is_inside) saved.path = join_path(root_, fmt::format("step-{}", step_.step));
   saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
@@ -276,16 +276,16 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
 }
 
 // Commits without the lock, too: no committed work depends on it.
-void StepSave::commit(const Publishing& how, SavedStep& saved) {
+void StepSave::commit(const PublishOptions& options, SavedStep& saved) {
   if (pid_ != getpid()) {
     fail(Category::conflict, "a forked child does not publish the step of its parent",
          {.file = base_name(step_.directory)});
   }
   SteadyClock clock;
-  const RootLock lock(files_, step_.root, how.lock_limit_ns, clock, how.waits);
+  const RootLock lock(files_, step_.root, options.lock_limit_ns, clock, options.waits);
   owner_->require_ours();
   owner_->remove();  // it is no file of the step
-  Published published = publish_step(files_, step_, saved.record);
+  Publication published = publish_step(files_, step_, saved.record);
   is_published_ = true;
   saved.is_durable = published.is_durable;
   std::move(published.warnings.begin(), published.warnings.end(),
@@ -299,7 +299,7 @@ void StepSave::commit(const Publishing& how, SavedStep& saved) {
     saved.warnings.push_back(
         fmt::format("another save has published or removed steps here for {} s; this one did not "
                     "wait for its end",
-                    how.lock_limit_ns / kNsPerSecond));
+                    options.lock_limit_ns / kNsPerSecond));
   }
 }
 

@@ -30,7 +30,7 @@ struct SavedStep {
   std::string path;
   StepRecord record;
   uint64_t written_bytes = 0;  // all files but the data files
-  bool is_durable = true;      // Published::is_durable
+  bool is_durable = true;      // Publication::is_durable
   int64_t durable_ns = 0;      // by SteadyClock
   std::vector<std::string> warnings;
 };
@@ -56,7 +56,7 @@ struct CarriedFiles {
 };
 
 // What StepSave::publish does besides.
-struct Publishing {
+struct PublishOptions {
   std::vector<NewFile> more;              // files of the caller
   const CarriedFiles* carried = nullptr;  // none
   // How long it waits for a save that publishes in the same root; then it goes on, with a
@@ -87,10 +87,10 @@ class StepSave {
   // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
   // tensors, such as its tokenizer, are copied only if the directory has no file of that name, and
   // are not in the record: others may replace them.
-  struct Inside {
+  struct StepDirectory {
     std::string directory;
   };
-  StepSave(FileSystem& files, const Inside& inside, int64_t step);
+  StepSave(FileSystem& files, const StepDirectory& inside, int64_t step);
   ~StepSave();
   StepSave(const StepSave&) = delete;
   StepSave& operator=(const StepSave&) = delete;
@@ -108,7 +108,8 @@ class StepSave {
   // the tensor, if an element was not written exactly once; CONFLICT if another process has
   // published the step, or has taken this one for left over; and the errors of publish_step.
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
-                    const std::optional<SavedState>& state = {}, const Publishing& how = {});
+                    const std::optional<SavedState>& state = {},
+                    const PublishOptions& options = {});
 
  private:
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
@@ -120,7 +121,7 @@ class StepSave {
   void add_record(SavedStep& saved, StepFile file);
   void add_written(SavedStep& saved, const NewFile& file);
   void add_carried(SavedStep& saved, const CarriedFiles& carried);
-  void commit(const Publishing& how, SavedStep& saved);
+  void commit(const PublishOptions& options, SavedStep& saved);
 
   FileSystem& files_;
   const std::string root_;  // as the caller has named it

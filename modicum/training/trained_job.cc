@@ -17,15 +17,16 @@ uint64_t bytes_to_save(const SaveTask& task) {
 }
 
 struct JobWorld : LoadWorld {
-  JobWorld(const TrainedJob& of, const StepSave* step)
-      : LoadWorld(of.load), job(of), page(of.load.plan.ranks()) {
-    if (of.from != nullptr) {
-      of_state.emplace(of.from->checkpoint.manifest, of.load.plan.ranks(), kStateFolder);
+  JobWorld(const TrainedJob& trained_job, const StepSave* step)
+      : LoadWorld(trained_job.load), job(trained_job), page(trained_job.load.plan.ranks()) {
+    if (trained_job.from != nullptr) {
+      of_state.emplace(trained_job.from->checkpoint.manifest, trained_job.load.plan.ranks(),
+                       kStateFolder);
     }
     if (step == nullptr) return;
-    place.emplace(*step, of.save->plan);
-    grace.emplace(of.save->grace_ns, bytes_to_save(*of.save), board, clock);
-    if (of.save->grace_ns > 0) grace_ns = [this] { return grace->granted_ns(); };
+    place.emplace(*step, trained_job.save->plan);
+    grace.emplace(trained_job.save->grace_ns, bytes_to_save(*trained_job.save), board, clock);
+    if (trained_job.save->grace_ns > 0) grace_ns = [this] { return grace->granted_ns(); };
   }
 
   // What all ranks have compared of the weights and of the state.
@@ -82,12 +83,12 @@ class JobRank {
                      TrainedRank::Options{.seed = job_.seed, .max_norm = job_.max_norm});
     if (job_.from == nullptr) return trained_->cast_masters();
     trained_->read_state(*job_.from, *world_.of_state);
-    made_ = job_.from->facts.steps;
+    steps_made_ = job_.from->facts.steps;
   }
 
   void take_steps(int steps) {
     for (int step = 0; step < steps; ++step) {
-      trained_->steps().step(++made_);
+      trained_->steps().step(++steps_made_);
       life_.norm = trained_->steps().taken().norm;
       if (life_.parts[kFirstStepPart].pid == 0) {
         life_.parts[kFirstStepPart] = loading_.later_phase(world_.board);
@@ -118,7 +119,7 @@ class JobRank {
   LoadingRank loading_;
   std::unique_ptr<Gather> gather_;
   std::optional<TrainedRank> trained_;
-  int64_t made_ = 0;  // optimizer steps, those of the state included
+  int64_t steps_made_ = 0;  // optimizer steps, those of the state included
   RankLife life_;
 };
 
@@ -130,19 +131,19 @@ void check_stop(const StopSignals& stop, SaveGrace& grace) {
 }
 
 JobOutcome outcome_of(JobWorld& world, ShowBytes show) {
-  JobOutcome of{.ranks = outcomes_of<JobRank>(world, show)};
-  of.ranks_s = world.seconds_until(world.clock.now_ns());
-  for (const RankLife& life : of.ranks) {
-    of.load_s = std::max(of.load_s, world.seconds_until(life.parts[kLoadPart].loaded_ns));
+  JobOutcome outcome{.ranks = outcomes_of<JobRank>(world, show)};
+  outcome.ranks_s = world.seconds_until(world.clock.now_ns());
+  for (const RankLife& life : outcome.ranks) {
+    outcome.load_s = std::max(outcome.load_s, world.seconds_until(life.parts[kLoadPart].loaded_ns));
   }
-  return of;
+  return outcome;
 }
 
 }  // namespace
 
-RankOutcome RankLife::highest(std::initializer_list<LifePart> of) const {
-  RankOutcome outcome = parts[*of.begin()];
-  for (const LifePart part : of) {
+RankOutcome RankLife::highest(std::initializer_list<LifePart> life_parts) const {
+  RankOutcome outcome = parts[*life_parts.begin()];
+  for (const LifePart part : life_parts) {
     outcome.ledger_peak_bytes = std::max(outcome.ledger_peak_bytes, parts[part].ledger_peak_bytes);
     outcome.kernel_peak_bytes = std::max(outcome.kernel_peak_bytes, parts[part].kernel_peak_bytes);
   }
@@ -172,7 +173,7 @@ JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
     if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
     outcome.damaged = std::move(damaged);
   }
-  outcome.launcher_bytes = read_process_memory().held();
+  outcome.launcher_bytes = read_process_memory().held_bytes();
   outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
   return outcome;
 }

@@ -40,8 +40,8 @@ struct RankLife {
   // was saved.
   uint64_t model_digest = 0, state_digest = 0, saved_digest = 0;
 
-  // The outcome of the first of `of`, with the highest peaks of all of them.
-  RankOutcome highest(std::initializer_list<LifePart> of) const;
+  // The outcome of the first of `life_parts`, with the highest peaks of all of them.
+  RankOutcome highest(std::initializer_list<LifePart> life_parts) const;
 };
 
 struct JobOutcome {

@@ -17,15 +17,16 @@ class TrainedRank {
     std::optional<double> max_norm;
   };
   // Construct after the load. Throws BUDGET or NOMEM.
-  TrainedRank(LoadWorld& world, const NormPage& page, int rank, LoadingRank& of,
+  TrainedRank(LoadWorld& world, const NormPage& page, int rank, LoadingRank& loading_rank,
               const Options& options)
       : world_(world),
         rank_(rank),
-        of_(of),
-        gradients_(options.seed, world.task.threads, of.ledger),
-        optimizer_(trained_of(world.task.run, world.task.plan, rank, of.load.shards()), gradients_,
-                   of.ledger, world.task.threads),
-        steps_(optimizer_, {rank, &world.board, &page, &world.clock, of.ledger.reporter()},
+        loading_rank_(loading_rank),
+        gradients_(options.seed, world.task.threads, loading_rank.ledger),
+        optimizer_(trained_of(world.task.run, world.task.plan, rank, loading_rank.load.shards()),
+                   gradients_, loading_rank.ledger, world.task.threads),
+        steps_(optimizer_,
+               {rank, &world.board, &page, &world.clock, loading_rank.ledger.reporter()},
                {.max_norm = options.max_norm}) {}
 
   RankOptimizer& optimizer() noexcept { return optimizer_; }
@@ -35,20 +36,20 @@ class TrainedRank {
   }
   // Reads the state of a step, and gives `pages` its sums. The ranks hold the step's values.
   void read_state(const ResumeState& from, const ComparedPages& pages) {
-    const ReportedPhase phase(of_.ledger.reporter(), "resume");
-    Compared compared(from.checkpoint.manifest, kStateFolder);
+    const ReportedPhase phase(loading_rank_.ledger.reporter(), "resume");
+    ComparedChunks compared(from.checkpoint.manifest, kStateFolder);
     const auto shards = [this](FunctionRef<void(const HeldShard&)> fn) {
       for_each_held(optimizer_, false, fn);
     };
-    of_.load.outcome().storage_read_bytes +=
-        load_state(from.source(), shards, {rank_, &world_.board, nullptr, &of_.ledger}, compared);
+    loading_rank_.load.outcome().storage_read_bytes += load_state(
+        from.source(), shards, {rank_, &world_.board, nullptr, &loading_rank_.ledger}, compared);
     pages.give(rank_, compared);
   }
 
  private:
   LoadWorld& world_;
   const int rank_;
-  LoadingRank& of_;
+  LoadingRank& loading_rank_;
   const MadeGradients gradients_;
   RankOptimizer optimizer_;
   LockStep steps_;

@@ -30,14 +30,14 @@ std::optional<uint64_t> number_of(const std::string& file) {
 
 // Returns the v2 cgroup in which a cgroup with a limit can be made. `chain`: from memory_cgroups.
 const MemoryCgroup& parent_in_v2(const std::vector<MemoryCgroup>& chain) {
-  const MemoryCgroup& own = chain.front();
-  const std::string control = own.directory + "/cgroup.subtree_control";
-  if (has_word(control, "memory") || write_kernel_text(control, "+memory")) return own;
-  const bool has_limit = number_of(own.directory + "/memory.max").has_value() ||
-                         number_of(own.directory + "/memory.high").has_value();
+  const MemoryCgroup& cgroup = chain.front();
+  const std::string control = cgroup.directory + "/cgroup.subtree_control";
+  if (has_word(control, "memory") || write_kernel_text(control, "+memory")) return cgroup;
+  const bool has_limit = number_of(cgroup.directory + "/memory.max").has_value() ||
+                         number_of(cgroup.directory + "/memory.high").has_value();
   if (chain.size() < 2 || has_limit) {
-    refuse(own, has_limit ? "it has processes and a limit of its own"
-                          : "the memory controller is not delegated to it");
+    refuse(cgroup, has_limit ? "it has processes and a limit of its own"
+                             : "the memory controller is not delegated to it");
   }
   return chain[1];
 }
@@ -48,8 +48,8 @@ MemoryCage::MemoryCage(FileSystem& files, uint64_t limit_bytes, std::string root
     : files_(files), root_(std::move(root)) {
   const std::vector<MemoryCgroup> chain = memory_cgroups(root_);
   if (chain.empty()) fail(Category::io, "cannot limit memory: no memory cgroup is mounted");
-  own_ = chain.front();
-  const MemoryCgroup& parent = own_.version == 2 ? parent_in_v2(chain) : own_;
+  origin_ = chain.front();
+  const MemoryCgroup& parent = origin_.version == 2 ? parent_in_v2(chain) : origin_;
   make_below(parent, fmt::format("modicum-watch-{}", ::getpid()));
   try {
     write_limit(limit_bytes);
@@ -91,7 +91,7 @@ MemoryCage::~MemoryCage() {
     std::string left = read_kernel_text(entry()).value_or("");
     while (!left.empty()) {
       const size_t end = std::min(left.find('\n'), left.size());
-      write_kernel_text(own_.directory + "/cgroup.procs", left.substr(0, end));
+      write_kernel_text(origin_.directory + "/cgroup.procs", left.substr(0, end));
       left.erase(0, end + 1);
     }
     try {

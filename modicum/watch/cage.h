@@ -33,7 +33,7 @@ class MemoryCage {
 
   FileSystem& files_;
   const std::string root_;
-  MemoryCgroup own_, group_;
+  MemoryCgroup origin_, group_;
 };
 
 }  // namespace modicum

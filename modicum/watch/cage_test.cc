@@ -35,8 +35,8 @@ class MachineInV2 {
   }
   size_t groups_in(const std::string& path) {
     size_t count = 0;
-    for (const auto& one : std::filesystem::directory_iterator(machine_.root() + path)) {
-      if (one.is_directory()) ++count;
+    for (const auto& entry : std::filesystem::directory_iterator(machine_.root() + path)) {
+      if (entry.is_directory()) ++count;
     }
     return count;
   }

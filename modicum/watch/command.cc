@@ -76,8 +76,9 @@ class Watcher {
     deaths_.emplace(groups_);
     pressure_before_ = memory_pressure(groups_);
     begin_ns_ = clock_.now_ns();
-    const Start how{.task = task, .entry = cage_ ? cage_->entry() : "", .reports = reports_.path()};
-    command_ = start_command(how, [this] { signals_.restore_mask(); });
+    const Start start{
+        .task = task, .entry = cage_ ? cage_->entry() : "", .reports = reports_.path()};
+    command_ = start_command(start, [this] { signals_.restore_mask(); });
     sampler_.emplace(
         clock_,
         SamplerOptions{.root_pid = getpid(),
@@ -231,7 +232,7 @@ class Watcher {
     killed_->grew_name = grew != nullptr ? grew->name : kill.name;
     killed_->grew_bytes = growth.bytes;
     killed_->grew_s = growth.seconds;
-    if (growth.owner != static_cast<size_t>(WatchOwner::held)) {
+    if (growth.owner != static_cast<size_t>(WatchOwner::unattributed)) {
       killed_->grew_owner = watch_owner_name(growth.owner);
     }
   }
@@ -240,8 +241,8 @@ class Watcher {
   uint64_t promised_with(int pid) {
     if (!sampler_->phase_of(pid).promised_bytes) return 0;
     uint64_t sum = 0;
-    for (const int one : sampler_->alive()) {
-      sum += sampler_->phase_of(one).promised_bytes.value_or(sampler_->last_held(one));
+    for (const int child : sampler_->alive()) {
+      sum += sampler_->phase_of(child).promised_bytes.value_or(sampler_->last_held(child));
     }
     return sum + page_table_bytes(sum);
   }

@@ -39,7 +39,8 @@ std::vector<int> Deaths::ended(const std::vector<pollfd>& waited) {
   for (auto at = followed_.begin(); at != followed_.end();) {
     const auto [pid, fd] = *at;
     bool has_ended = false;
-    for (const pollfd& one : waited) has_ended = has_ended || (one.fd == fd && one.revents != 0);
+    for (const pollfd& poll_entry : waited)
+      has_ended = has_ended || (poll_entry.fd == fd && poll_entry.revents != 0);
     if (!has_ended) {
       ++at;
       continue;

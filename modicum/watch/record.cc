@@ -9,14 +9,14 @@ std::string_view watch_owner_name(size_t owner) noexcept {
     case WatchOwner::copies_since_fork: return "copies_since_fork";
     case WatchOwner::retained_heap: return "retained_heap";
     case WatchOwner::unexplained: return "unexplained";
-    case WatchOwner::held: return "held";
+    case WatchOwner::unattributed: return "held";
     default: return purpose_name(static_cast<Purpose>(owner));
   }
 }
 
 uint64_t OwnedMemory::total_bytes() const noexcept {
   uint64_t sum = 0;
-  for (const uint64_t one : kib) sum += one;
+  for (const uint64_t owner_kib : kib) sum += owner_kib;
   return sum * kKiB;
 }
 

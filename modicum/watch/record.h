@@ -20,7 +20,7 @@ enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
   retained_heap,  // freed blocks that malloc keeps; in a process that reports ledgers
   unexplained,    // the rest, in a process that reports ledgers
-  held,           // the rest, in a process that reports no ledgers
+  unattributed,   // the rest, in a process that reports no ledgers
   count
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);

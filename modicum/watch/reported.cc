@@ -10,23 +10,23 @@ namespace modicum {
 namespace {
 
 Footprint footprint_of(std::span<const std::atomic<uint64_t>, kPurposes> from) noexcept {
-  Footprint of;
-  for (size_t p = 0; p < kPurposes; ++p) of.bytes[p] = from[p].load();
-  return of;
+  Footprint footprint;
+  for (size_t p = 0; p < kPurposes; ++p) footprint.bytes[p] = from[p].load();
+  return footprint;
 }
 
 // The memory of a process's ledgers that its Pss counts, in KiB. Pss counts neither page tables nor
 // the copies that forked children hold; the baseline (`process`) is divided separately.
-Footprint ledger_kib(Footprint held) noexcept {
-  held[Purpose::process] = held[Purpose::page_tables] = held[Purpose::fork] = 0;
-  for (uint64_t& bytes : held.bytes) bytes /= kKiB;
-  return held;
+Footprint ledger_kib(Footprint footprint) noexcept {
+  footprint[Purpose::process] = footprint[Purpose::page_tables] = footprint[Purpose::fork] = 0;
+  for (uint64_t& bytes : footprint.bytes) bytes /= kKiB;
+  return footprint;
 }
 
 ReportedMemory memory_in(const SelfReport& report) {
   ReportedMemory memory{.baseline_bytes = report.baseline_bytes.load(),
                         .retained_heap_bytes = report.retained_heap_bytes.load(),
-                        .held = footprint_of(report.held)};
+                        .footprint = footprint_of(report.held_bytes)};
   if (const int rank = report.rank.load(); rank >= 0) memory.rank = rank;
   return memory;
 }
@@ -36,9 +36,9 @@ std::optional<uint64_t> promised_in(const SelfReport& report, const std::string&
   const size_t count = std::min<size_t>(report.promised_phases.load(), SelfReport::kMostPromised);
   for (size_t i = 0; i < count; ++i) {
     if (report.promised[i].phase.text() != phase) continue;
-    Footprint of = footprint_of(report.promised[i].bytes);
-    of[Purpose::page_tables] = of[Purpose::fork] = 0;
-    return of.total();
+    Footprint footprint = footprint_of(report.promised[i].bytes);
+    footprint[Purpose::page_tables] = footprint[Purpose::fork] = 0;
+    return footprint.total();
   }
   return std::nullopt;
 }
@@ -61,11 +61,11 @@ OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
   };
   if (reported == nullptr) {
     *this = {};  // a later report comes from another program
-    take_rest(WatchOwner::held);
+    take_rest(WatchOwner::unattributed);
     return owned;
   }
   constexpr auto kProcess = static_cast<size_t>(Purpose::process);
-  Footprint ledger = ledger_kib(reported->held);
+  Footprint ledger = ledger_kib(reported->footprint);
   const uint64_t baseline_kib = reported->baseline_bytes / kKiB;
   const uint64_t base_kib = std::min(baseline_kib_, baseline_kib);
   // If the kernel counts this much, all pages of the ledger have been written.
@@ -93,31 +93,31 @@ double ReportedProcesses::seconds(int64_t at_ns, int64_t now_ns) const noexcept 
   return static_cast<double>(at - begin_ns_) / kNsPerSecond;
 }
 
-ReportedProcesses::Known* ReportedProcesses::find(size_t place) noexcept {
-  const auto at = std::find_if(known_.begin(), known_.end(), [place](const Known& one) {
-    return one.place == place && !one.has_ended;
+ReportedProcesses::KnownProcess* ReportedProcesses::find(size_t place) noexcept {
+  const auto at = std::find_if(known_.begin(), known_.end(), [place](const KnownProcess& process) {
+    return process.place == place && !process.has_ended;
   });
   return at == known_.end() ? nullptr : &*at;
 }
 
 // The latest report, since pids are reused.
-const ReportedProcesses::Known* ReportedProcesses::find_pid(int pid) const noexcept {
+const ReportedProcesses::KnownProcess* ReportedProcesses::find_pid(int pid) const noexcept {
   const auto at = std::find_if(known_.rbegin(), known_.rend(),
-                               [pid](const Known& one) { return one.pid == pid; });
+                               [pid](const KnownProcess& process) { return process.pid == pid; });
   return at == known_.rend() ? nullptr : &*at;
 }
 
 bool ReportedProcesses::has_ended(size_t place, int64_t begin_ns) const noexcept {
-  return std::any_of(known_.begin(), known_.end(), [&](const Known& one) {
-    return one.place == place && one.begin_ns == begin_ns && one.has_ended;
+  return std::any_of(known_.begin(), known_.end(), [&](const KnownProcess& process) {
+    return process.place == place && process.begin_ns == begin_ns && process.has_ended;
   });
 }
 
 // The report of process `pid` at `place`; null before it has begun. Adds it to known_ if it is new.
-ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, bool is_alive,
-                                                      int64_t now_ns) {
+ReportedProcesses::KnownProcess* ReportedProcesses::known_at(size_t place, int pid, bool is_alive,
+                                                             int64_t now_ns) {
   const int64_t began_ns = table_.reports[place].begin_ns.load();
-  Known* const known = find(place);
+  KnownProcess* const known = find(place);
   if (known == nullptr && (began_ns == 0 || has_ended(place, began_ns))) return nullptr;
   const bool is_of_program = !is_alive || !is_same_program_ || is_same_program_(pid);
   if (known != nullptr && known->pid == pid && known->begin_ns == began_ns && is_of_program) {
@@ -128,7 +128,7 @@ ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, boo
     if (known->pid == pid) known->pid = 0;
   }
   if (began_ns == 0 || !is_of_program) return nullptr;
-  return &known_.emplace_back(Known{.place = place, .pid = pid, .begin_ns = began_ns});
+  return &known_.emplace_back(KnownProcess{.place = place, .pid = pid, .begin_ns = began_ns});
 }
 
 void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
@@ -136,21 +136,22 @@ void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
     const int pid = table_.pids[place].load();
     if (pid == 0) continue;
     const bool is_alive = std::binary_search(alive.begin(), alive.end(), pid);
-    Known* const known = known_at(place, pid, is_alive, now_ns);
+    KnownProcess* const known = known_at(place, pid, is_alive, now_ns);
     if (known != nullptr) read_report(*known, now_ns);
     if (is_alive) continue;
     if (known != nullptr) end(*known, now_ns);
     table_.pids[place].store(0);
   }
-  const auto ended =
-      std::count_if(known_.begin(), known_.end(), [](const Known& one) { return one.has_ended; });
+  const auto ended = std::count_if(known_.begin(), known_.end(),
+                                   [](const KnownProcess& process) { return process.has_ended; });
   if (static_cast<size_t>(ended) > 2 * kMostEnded) {
     int64_t extra = ended - static_cast<int64_t>(kMostEnded);
-    std::erase_if(known_, [&](const Known& one) { return one.has_ended && extra-- > 0; });
+    std::erase_if(known_,
+                  [&](const KnownProcess& process) { return process.has_ended && extra-- > 0; });
   }
 }
 
-void ReportedProcesses::read_report(Known& known, int64_t now_ns) {
+void ReportedProcesses::read_report(KnownProcess& known, int64_t now_ns) {
   const SelfReport& report = table_.reports[known.place];
   known.memory = memory_in(report);
   if (const uint64_t budget = report.budget_bytes.load(); budget != 0) {
@@ -159,43 +160,43 @@ void ReportedProcesses::read_report(Known& known, int64_t now_ns) {
   read_phases(known, now_ns);
 }
 
-void ReportedProcesses::read_phases(Known& known, int64_t now_ns) {
+void ReportedProcesses::read_phases(KnownProcess& known, int64_t now_ns) {
   const SelfReport& report = table_.reports[known.place];
-  std::erase_if(known.open, [&](Open& one) {
+  std::erase_if(known.open, [&](OpenPhase& open) {
     // If a later phase has taken its place in the table, it ended before the later one began.
-    const bool is_here = one.from->number.load() == one.number;
-    const int64_t end_ns = is_here ? one.from->end_ns.load() : one.from->begin_ns.load();
+    const bool is_here = open.from->number.load() == open.number;
+    const int64_t end_ns = is_here ? open.from->end_ns.load() : open.from->begin_ns.load();
     const bool is_over = !is_here || end_ns != 0;
-    one.phase.rank = known.memory.rank;
-    one.phase.end_s = std::max(one.phase.begin_s, seconds(is_over ? end_ns : now_ns, now_ns));
-    if (is_over) close(one.phase);
+    open.phase.rank = known.memory.rank;
+    open.phase.end_s = std::max(open.phase.begin_s, seconds(is_over ? end_ns : now_ns, now_ns));
+    if (is_over) close(open.phase);
     return is_over;
   });
-  std::vector<Open> begun;
+  std::vector<OpenPhase> begun;
   for (const SelfReport::Phase& from : report.phases) {
     const uint64_t number = from.number.load();
     if (number <= known.last_number) continue;
     const int64_t end_ns = from.end_ns.load();
     const std::string name = from.name.text();
-    Open one{.number = number,
-             .from = &from,
-             .phase = {.pid = known.pid,
-                       .rank = known.memory.rank,
-                       .name = printable(name),
-                       .begin_s = seconds(from.begin_ns.load(), now_ns),
-                       .end_s = seconds(end_ns == 0 ? now_ns : end_ns, now_ns),
-                       .promised_bytes = promised_in(report, name)}};
-    one.phase.end_s = std::max(one.phase.begin_s, one.phase.end_s);
+    OpenPhase open{.number = number,
+                   .from = &from,
+                   .phase = {.pid = known.pid,
+                             .rank = known.memory.rank,
+                             .name = printable(name),
+                             .begin_s = seconds(from.begin_ns.load(), now_ns),
+                             .end_s = seconds(end_ns == 0 ? now_ns : end_ns, now_ns),
+                             .promised_bytes = promised_in(report, name)}};
+    open.phase.end_s = std::max(open.phase.begin_s, open.phase.end_s);
     // Unchanged: no later phase has overwritten the fields meanwhile.
-    if (from.number.load() == number) begun.push_back(std::move(one));
+    if (from.number.load() == number) begun.push_back(std::move(open));
   }
   std::sort(begun.begin(), begun.end(), [](auto& a, auto& b) { return a.number < b.number; });
-  for (Open& one : begun) {
-    known.last_number = one.number;
-    if (one.from->end_ns.load() == 0) {
-      known.open.push_back(std::move(one));
+  for (OpenPhase& open : begun) {
+    known.last_number = open.number;
+    if (open.from->end_ns.load() == 0) {
+      known.open.push_back(std::move(open));
     } else {
-      close(one.phase);
+      close(open.phase);
     }
   }
 }
@@ -224,24 +225,24 @@ void ReportedProcesses::join_phases() {
   phases_.erase(phases_.begin(), phases_.end() - static_cast<ptrdiff_t>(kMostPhases / 2));
 }
 
-void ReportedProcesses::end(Known& known, int64_t now_ns) {
+void ReportedProcesses::end(KnownProcess& known, int64_t now_ns) {
   known.has_ended = true;
   if (!known.open.empty()) known.last = known.open.back().phase;
-  for (Open& one : known.open) {
-    one.phase.end_s = seconds(now_ns, now_ns);
-    close(one.phase);
+  for (OpenPhase& open : known.open) {
+    open.phase.end_s = seconds(now_ns, now_ns);
+    close(open.phase);
   }
   known.open.clear();
 }
 
 std::optional<ReportedMemory> ReportedProcesses::memory_of(int pid) const {
-  const Known* const known = find_pid(pid);
+  const KnownProcess* const known = find_pid(pid);
   if (known == nullptr) return std::nullopt;
   return known->has_ended ? known->memory : memory_in(table_.reports[known->place]);
 }
 
 WatchedPhase ReportedProcesses::phase_of(int pid) const {
-  const Known* const known = find_pid(pid);
+  const KnownProcess* const known = find_pid(pid);
   if (known == nullptr) return {};
   if (known->has_ended || known->open.empty()) return known->last;
   return known->open.back().phase;
@@ -249,9 +250,9 @@ WatchedPhase ReportedProcesses::phase_of(int pid) const {
 
 std::vector<WatchedPhase> ReportedProcesses::phases(int64_t now_ns) const {
   std::vector<WatchedPhase> all = phases_;
-  for (const Known& known : known_) {
-    for (const Open& one : known.open) {
-      all.push_back(one.phase);
+  for (const KnownProcess& known : known_) {
+    for (const OpenPhase& open : known.open) {
+      all.push_back(open.phase);
       all.back().end_s = seconds(now_ns, now_ns);
     }
   }

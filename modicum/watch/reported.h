@@ -19,7 +19,7 @@ struct ReportedMemory {
   std::optional<int> rank;
   uint64_t baseline_bytes = 0;
   uint64_t retained_heap_bytes = 0;
-  Footprint held;
+  Footprint footprint;
 };
 
 // Divides the memory that the kernel counts for a process among its owners. The sum is always
@@ -80,37 +80,37 @@ class ReportedProcesses {
   std::vector<WatchedPhase> phases(int64_t now_ns) const;
 
  private:
-  struct Open {
+  struct OpenPhase {
     uint64_t number = 0;                      // SelfReport::Phase::number
     const SelfReport::Phase* from = nullptr;  // in the table
     WatchedPhase phase;
   };
-  struct Known {
+  struct KnownProcess {
     size_t place = 0;  // index in the table
     int pid = 0;       // 0: the process has replaced the program by exec
     int64_t begin_ns = 0;
     bool has_ended = false;
     ReportedMemory memory;
-    uint64_t last_number = 0;  // the highest number of a phase that was read
-    std::vector<Open> open;    // phases that have not ended, in the order of their begins
-    WatchedPhase last;         // the innermost phase when the process ended
+    uint64_t last_number = 0;     // the highest number of a phase that was read
+    std::vector<OpenPhase> open;  // phases that have not ended, in the order of their begins
+    WatchedPhase last;            // the innermost phase when the process ended
   };
 
-  Known* find(size_t place) noexcept;
-  Known* known_at(size_t place, int pid, bool is_alive, int64_t now_ns);
+  KnownProcess* find(size_t place) noexcept;
+  KnownProcess* known_at(size_t place, int pid, bool is_alive, int64_t now_ns);
   bool has_ended(size_t place, int64_t begin_ns) const noexcept;
-  const Known* find_pid(int pid) const noexcept;
-  void read_report(Known& known, int64_t now_ns);
-  void read_phases(Known& known, int64_t now_ns);
+  const KnownProcess* find_pid(int pid) const noexcept;
+  void read_report(KnownProcess& known, int64_t now_ns);
+  void read_phases(KnownProcess& known, int64_t now_ns);
   void close(const WatchedPhase& phase);
   void join_phases();
-  void end(Known& known, int64_t now_ns);
+  void end(KnownProcess& known, int64_t now_ns);
   double seconds(int64_t at_ns, int64_t now_ns) const noexcept;
 
   SelfReports& table_;
   const int64_t begin_ns_;
   const IsSameProgram is_same_program_;
-  std::vector<Known> known_;
+  std::vector<KnownProcess> known_;
   std::vector<WatchedPhase> phases_;  // those that have ended
   std::optional<uint64_t> budget_bytes_;
 };

@@ -40,8 +40,8 @@ std::string text_of(const std::vector<WatchedPhase>& phases) {
 
 TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
-  reported.held[Purpose::shards] = 100 * kMiB;
-  reported.held[Purpose::fork] = 50 * kMiB;  // a bound on copies of children, which hold them
+  reported.footprint[Purpose::shards] = 100 * kMiB;
+  reported.footprint[Purpose::fork] = 50 * kMiB;  // a bound on copies of children, which hold them
   const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
@@ -53,7 +53,7 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
 // Glibc also counts free blocks that are not resident, so the reported heap may be too large.
 TEST(OwnedMemory, RetainedHeapIsAPartOfTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB, .retained_heap_bytes = 9 * kMiB};
-  reported.held[Purpose::shards] = 100 * kMiB;
+  reported.footprint[Purpose::shards] = 100 * kMiB;
   const OwnedMemory owned = Division()(120 * kMiB, 3 * kMiB, &reported);
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::retained_heap)), 9 * kMiB);
@@ -67,8 +67,8 @@ TEST(OwnedMemory, RetainedHeapIsAPartOfTheRest) {
 
 TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
-  reported.held[Purpose::shards] = 500 * kMiB;
-  reported.held[Purpose::staging] = 8 * kMiB;
+  reported.footprint[Purpose::shards] = 500 * kMiB;
+  reported.footprint[Purpose::staging] = 8 * kMiB;
   const OwnedMemory owned = Division()(100 * kMiB, 0, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::staging)), 8 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 90 * kMiB);
@@ -79,14 +79,14 @@ TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
 // parent. The ledger's memory is excluded from the fork.
 TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
   ReportedMemory reported{.baseline_bytes = 30 * kMiB};
-  reported.held[Purpose::shards] = 100 * kMiB;
+  reported.footprint[Purpose::shards] = 100 * kMiB;
   Division division;
   EXPECT_EQ(division(90 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 60 * kMiB);
   EXPECT_EQ(division(131 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 100 * kMiB);
   const OwnedMemory forked = division(110 * kMiB, 0, &reported);
   EXPECT_EQ(forked.bytes(at(Purpose::shards)), 100 * kMiB);
   EXPECT_EQ(forked.bytes(at(Purpose::process)), 10 * kMiB);
-  reported.held[Purpose::moments] = 200 * kMiB;  // booked, not written
+  reported.footprint[Purpose::moments] = 200 * kMiB;  // booked, not written
   const OwnedMemory booked = division(115 * kMiB, 0, &reported);
   EXPECT_EQ(booked.bytes(at(Purpose::process)), 10 * kMiB);
   EXPECT_EQ(booked.total_bytes(), 115 * kMiB);
@@ -96,13 +96,13 @@ TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
 TEST(OwnedMemory, OfAProcessWithoutALedgerIsHeldOrCopied) {
   const OwnedMemory owned = Division()(100 * kKiB, 30 * kKiB, nullptr);
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 30 * kKiB);
-  EXPECT_EQ(owned.bytes(at(WatchOwner::held)), 70 * kKiB);
+  EXPECT_EQ(owned.bytes(at(WatchOwner::unattributed)), 70 * kKiB);
   EXPECT_EQ(Division()(10 * kKiB, 30 * kKiB, nullptr).total_bytes(), 10 * kKiB);
 }
 
 TEST(OwnedMemory, AnyNumbersAddUpToWhatIsHeld) {
   ReportedMemory reported{.baseline_bytes = UINT64_MAX};
-  for (uint64_t& bytes : reported.held.bytes) bytes = UINT64_MAX - 7;
+  for (uint64_t& bytes : reported.footprint.bytes) bytes = UINT64_MAX - 7;
   EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
   reported.baseline_bytes = 0;
   EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
@@ -136,13 +136,13 @@ TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
   SelfReports& table = SelfReports::make_in(pages.bytes());
   ReportedProcesses reported(table, 0);
   SelfReport& report = *table.claim(7, 0);
-  report.held[at(Purpose::shards)].store(5 * kMiB);
+  report.held_bytes[at(Purpose::shards)].store(5 * kMiB);
   begin(report, 0, 1, "train", 10 * kNsPerMs);
   begin(report, 1, 2, "load", 20 * kNsPerMs);
   reported.read(30 * kNsPerMs, std::vector<int>{7});
   reported.read(40 * kNsPerMs, {});
   EXPECT_EQ(reported.phase_of(7).name, "load");
-  EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 5 * kMiB);
+  EXPECT_EQ(reported.memory_of(7)->footprint[Purpose::shards], 5 * kMiB);
   EXPECT_EQ(text_of(reported.phases(90 * kNsPerMs)), "train 10-40; load 20-40; ");
   EXPECT_EQ(table.pids[0].load(), 0) << "its place is free";
 }
@@ -172,7 +172,7 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   const std::vector<int> alive = {7};
   SelfReport& first = *table.claim(7, 0);
   first.begin_ns.store(5 * kNsPerMs);
-  first.held[at(Purpose::shards)].store(5 * kMiB);
+  first.held_bytes[at(Purpose::shards)].store(5 * kMiB);
   begin(first, 0, 1, "load", 10 * kNsPerMs);
   reported.read(20 * kNsPerMs, alive);
   ASSERT_TRUE(reported.memory_of(7).has_value());
@@ -186,10 +186,10 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   SelfReport& next = *table.claim(7, 0);
   next.begin_ns.store(60 * kNsPerMs);
-  next.held[at(Purpose::shards)].store(7 * kMiB);
+  next.held_bytes[at(Purpose::shards)].store(7 * kMiB);
   begin(next, 0, 1, "save", 70 * kNsPerMs);
   reported.read(80 * kNsPerMs, alive);
-  EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 7 * kMiB);
+  EXPECT_EQ(reported.memory_of(7)->footprint[Purpose::shards], 7 * kMiB);
   EXPECT_EQ(text_of(reported.phases(90 * kNsPerMs)), "load 10-30; save 70-90; ");
 }
 

@@ -87,30 +87,30 @@ void TreeSampler::discover() {
     ahead.pop_back();
     for (const int child : children_of(parent, options_.root)) {
       ahead.push_back(child);
-      const auto is_it = [child](const Tracked& one) { return one.pid == child; };
+      const auto is_it = [child](const TrackedProcess& tracked) { return tracked.pid == child; };
       if (std::none_of(tracked_.begin(), tracked_.end(), is_it)) add(child);
     }
   }
 }
 
 void TreeSampler::add(int pid) {
-  Tracked one{.pid = pid};
-  auto status = read_status_of(one);
+  TrackedProcess tracked{.pid = pid};
+  auto status = read_status_of(tracked);
   if (!status || !status->is_alive) return;
-  take_status(one, std::move(*status));
-  one.anon_then = one.status.rss_anon;
+  take_status(tracked, std::move(*status));
+  tracked.anon_then = tracked.status.rss_anon;
   ++left_out_;
-  if (processes_.size() < kMostProcesses) give_record(one, seconds(then_ns_));
-  if (!one.may_be_in_parents && one.rss_bytes() <= kSmallBytes) read_pss_of(one);
-  tracked_.push_back(std::move(one));
+  if (processes_.size() < kMostProcesses) give_record(tracked, seconds(then_ns_));
+  if (!tracked.may_be_in_parents && tracked.rss_bytes() <= kSmallBytes) read_pss_of(tracked);
+  tracked_.push_back(std::move(tracked));
 }
 
-void TreeSampler::give_record(Tracked& one, double at_s) {
+void TreeSampler::give_record(TrackedProcess& tracked, double at_s) {
   --left_out_;
-  one.process = processes_.size();
-  processes_.push_back({.pid = one.pid,
-                        .parent = one.status.parent,
-                        .name = one.status.name,
+  tracked.process = processes_.size();
+  processes_.push_back({.pid = tracked.pid,
+                        .parent = tracked.status.parent,
+                        .name = tracked.status.name,
                         .begin_s = at_s,
                         .end_s = at_s});
 }
@@ -128,58 +128,60 @@ void TreeSampler::add_unseen(int pid, const std::string& name, uint64_t held_byt
                         .peak_rss_bytes = held_bytes});
 }
 
-void TreeSampler::read_rank(Tracked& one) {
-  if (!one.process || one.rank_reads >= kRankReads) return;
-  ++one.rank_reads;
-  give_rank(one);
+void TreeSampler::read_rank(TrackedProcess& tracked) {
+  if (!tracked.process || tracked.rank_reads >= kRankReads) return;
+  ++tracked.rank_reads;
+  give_rank(tracked);
 }
 
-void TreeSampler::give_rank(const Tracked& one) {
-  const auto given = rank_of(one.pid, options_.root);
-  if (!given) return;  // a process that is ending keeps the rank that it had
-  WatchedProcess& process = processes_[*one.process];
-  process.rank = given->rank;
-  process.rank_variable = given->variable;
+void TreeSampler::give_rank(const TrackedProcess& tracked) {
+  const auto rank = rank_of(tracked.pid, options_.root);
+  if (!rank) return;  // a process that is ending keeps the rank that it had
+  WatchedProcess& process = processes_[*tracked.process];
+  process.rank = rank->rank;
+  process.rank_variable = rank->variable;
 }
 
 // The status of a process, without the memory of its parent if it is still in that. Whether it is
 // must be asked first, since it may leave it at any time.
-std::optional<ProcessStatus> TreeSampler::read_status_of(Tracked& one) {
-  one.may_be_in_parents = one.may_be_in_parents && is_in_parents_memory(one.pid, options_.root);
-  auto status = read_status(one.pid, options_.root);
-  if (!status || !one.may_be_in_parents) return status;
+std::optional<ProcessStatus> TreeSampler::read_status_of(TrackedProcess& tracked) {
+  tracked.may_be_in_parents =
+      tracked.may_be_in_parents && is_in_parents_memory(tracked.pid, options_.root);
+  auto status = read_status(tracked.pid, options_.root);
+  if (!status || !tracked.may_be_in_parents) return status;
   return ProcessStatus{
       .parent = status->parent, .name = status->name, .is_alive = status->is_alive};
 }
 
 void TreeSampler::read_statuses() {
-  for (Tracked& one : tracked_) {
-    auto status = read_status_of(one);
+  for (TrackedProcess& tracked : tracked_) {
+    auto status = read_status_of(tracked);
     if (!status) status.emplace(ProcessStatus{.is_alive = false});
     if (!status->is_alive) {
-      one.status.is_alive = false;
+      tracked.status.is_alive = false;
       continue;
     }
-    if (status->name != one.status.name) one.rank_reads = 0;  // it has started another program
-    take_status(one, std::move(*status));
-    if (one.status.rss_anon < one.anon_then) {
-      one.pss_anon -= std::min(one.pss_anon, one.anon_then - one.status.rss_anon);
-      one.anon_then = one.status.rss_anon;
+    if (status->name != tracked.status.name)
+      tracked.rank_reads = 0;  // it has started another program
+    take_status(tracked, std::move(*status));
+    if (tracked.status.rss_anon < tracked.anon_then) {
+      tracked.pss_anon -= std::min(tracked.pss_anon, tracked.anon_then - tracked.status.rss_anon);
+      tracked.anon_then = tracked.status.rss_anon;
     }
-    read_rank(one);
+    read_rank(tracked);
   }
-  std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
+  std::erase_if(tracked_, [](const TrackedProcess& tracked) { return !tracked.status.is_alive; });
 }
 
 // Memory came and went since the last reading if VmHWM has grown above both readings.
-void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
-  const uint64_t before = one.mapped_bytes();
+void TreeSampler::take_status(TrackedProcess& tracked, ProcessStatus status) {
+  const uint64_t before = tracked.mapped_bytes();
   // A lower VmHWM is that of a new program, after an exec.
-  const bool has_grown = status.peak_rss != one.status.peak_rss;
-  one.status = std::move(status);
-  const uint64_t peak = one.status.peak_rss;
+  const bool has_grown = status.peak_rss != tracked.status.peak_rss;
+  tracked.status = std::move(status);
+  const uint64_t peak = tracked.status.peak_rss;
   peak_rss_bytes_ = std::max(peak_rss_bytes_, peak);
-  const uint64_t seen = std::max(before, one.mapped_bytes());
+  const uint64_t seen = std::max(before, tracked.mapped_bytes());
   if (has_grown && peak > seen) unseen_bytes_ += peak - seen;
 }
 
@@ -189,14 +191,14 @@ void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
 void TreeSampler::note_end(int pid, uint64_t peak_rss_bytes) noexcept {
   if (peak_rss_bytes <= peak_rss_bytes_) return;
   peak_rss_bytes_ = peak_rss_bytes;
-  uint64_t own = peak_rss_bytes;
+  uint64_t own_bytes = peak_rss_bytes;
   uint64_t of_children = 0;
-  for (const Tracked& one : tracked_) {
-    const uint64_t more = peak_rss_bytes - one.status.peak_rss;
-    if (one.pid == pid) own = more;
-    if (one.status.parent == pid) of_children += more;
+  for (const TrackedProcess& tracked : tracked_) {
+    const uint64_t more = peak_rss_bytes - tracked.status.peak_rss;
+    if (tracked.pid == pid) own_bytes = more;
+    if (tracked.status.parent == pid) of_children += more;
   }
-  unseen_bytes_ += of_children > 0 ? of_children : own;
+  unseen_bytes_ += of_children > 0 ? of_children : own_bytes;
 }
 
 void TreeSampler::read_reports(int64_t now) {
@@ -208,7 +210,7 @@ void TreeSampler::read_reports(int64_t now) {
 
 uint64_t TreeSampler::rss_sum() const noexcept {
   uint64_t sum = 0;
-  for (const Tracked& one : tracked_) sum += one.rss_bytes();
+  for (const TrackedProcess& tracked : tracked_) sum += tracked.rss_bytes();
   return sum;
 }
 
@@ -218,10 +220,10 @@ bool TreeSampler::has_copied(int64_t now) {
   if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
   faults_at_ns_ = now;
   uint64_t more = 0;
-  for (Tracked& one : tracked_) {
-    const uint64_t faults = read_minor_faults(one.pid, options_.root);
-    if (one.faults != 0 && faults > one.faults) more += faults - one.faults;
-    one.faults = faults;
+  for (TrackedProcess& tracked : tracked_) {
+    const uint64_t faults = read_minor_faults(tracked.pid, options_.root);
+    if (tracked.faults != 0 && faults > tracked.faults) more += faults - tracked.faults;
+    tracked.faults = faults;
   }
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
@@ -255,30 +257,30 @@ bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) c
   if (has_grown && is_steady && allowance_.leaves(kAmpleNs, most_cost_ns(sum))) return true;
   if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMostDebtNs : 0)) return false;
   uint64_t estimate = 0;
-  for (const Tracked& process : tracked_) estimate += process.held_bytes();
+  for (const TrackedProcess& process : tracked_) estimate += process.held_bytes();
   if (sum <= peak_bytes_ || sum - std::min(sum, estimate) <= step / 2) return false;
   return has_new_copies || has_grown || (is_steady && distance(sum, rss_at_exact_) > step / 2);
 }
 
-void TreeSampler::read_pss_of(Tracked& one) {
-  const auto sums = read_mapping_sums(one.pid, options_.root);
+void TreeSampler::read_pss_of(TrackedProcess& tracked) {
+  const auto sums = read_mapping_sums(tracked.pid, options_.root);
   // Where Pss can't be read (old kernels, another user), shared pages count in full.
-  one.pss_anon = sums ? sums->pss_anon : one.status.rss_anon;
-  one.pss_shmem = sums ? sums->pss_shmem : one.status.rss_shmem;
-  if (!sums || !one.process) return;
-  auto& most = processes_[*one.process].huge_page_bytes;
+  tracked.pss_anon = sums ? sums->pss_anon : tracked.status.rss_anon;
+  tracked.pss_shmem = sums ? sums->pss_shmem : tracked.status.rss_shmem;
+  if (!sums || !tracked.process) return;
+  auto& most = processes_[*tracked.process].huge_page_bytes;
   most = std::max(most.value_or(0), sums->huge_pages);
 }
 
 void TreeSampler::read_exact() {
-  for (Tracked& one : tracked_) {
-    if (one.may_be_in_parents) continue;  // after its exec the estimate is its RssAnon
-    read_pss_of(one);
-    if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
-      take_status(one, *status);
+  for (TrackedProcess& tracked : tracked_) {
+    if (tracked.may_be_in_parents) continue;  // after its exec the estimate is its RssAnon
+    read_pss_of(tracked);
+    if (const auto status = read_status(tracked.pid, options_.root); status && status->is_alive) {
+      take_status(tracked, *status);
     }
-    one.anon_then = one.status.rss_anon;
-    if (one.process) give_rank(one);
+    tracked.anon_then = tracked.status.rss_anon;
+    if (tracked.process) give_rank(tracked);
   }
   rss_at_exact_ = rss_sum();
   faults_since_ = 0;
@@ -288,50 +290,54 @@ void TreeSampler::read_copies() {
   owed_ = Owed::nothing;
   const std::vector<ForkCopies> copies = read_fork_copies(options_.root_pid, options_.root);
   uint64_t sum = 0;
-  for (Tracked& one : tracked_) one.copied_bytes = 0;
-  for (const ForkCopies& one : copies) {
-    sum += one.bytes;
-    const auto at = std::find_if(tracked_.begin(), tracked_.end(),
-                                 [&](const Tracked& of) { return of.pid == one.pid; });
-    if (at != tracked_.end()) at->copied_bytes = one.bytes;
+  for (TrackedProcess& tracked : tracked_) tracked.copied_bytes = 0;
+  for (const ForkCopies& copy : copies) {
+    sum += copy.bytes;
+    const auto at =
+        std::find_if(tracked_.begin(), tracked_.end(),
+                     [&](const TrackedProcess& tracked) { return tracked.pid == copy.pid; });
+    if (at != tracked_.end()) at->copied_bytes = copy.bytes;
   }
   if (sum <= most_copies_) return;
   most_copies_ = sum;
   for (WatchedProcess& process : processes_) process.cow_duplicate_bytes = process.forked_from = 0;
-  for (const ForkCopies& one : copies) {
-    const auto at = std::find_if(tracked_.begin(), tracked_.end(),
-                                 [&](const Tracked& of) { return of.pid == one.pid; });
-    if (at == tracked_.end() || !at->process || one.bytes == 0) continue;
-    processes_[*at->process].cow_duplicate_bytes = one.bytes;
-    processes_[*at->process].forked_from = one.forked_from;
+  for (const ForkCopies& copy : copies) {
+    const auto at =
+        std::find_if(tracked_.begin(), tracked_.end(),
+                     [&](const TrackedProcess& tracked) { return tracked.pid == copy.pid; });
+    if (at == tracked_.end() || !at->process || copy.bytes == 0) continue;
+    processes_[*at->process].cow_duplicate_bytes = copy.bytes;
+    processes_[*at->process].forked_from = copy.forked_from;
   }
 }
 
-void TreeSampler::record_share(Tracked& one, WatchSample& sample) {
-  const uint64_t held = one.held_bytes();
-  sample.held_bytes += held;
-  sample.page_cache_bytes += one.status.rss_file;
-  const bool is_large = processes_.size() < 8 * kMostProcesses && held > peak_bytes_ / 64;
-  if (!one.process && is_large) give_record(one, sample.at_s);
-  const auto reported = reported_ ? reported_->memory_of(one.pid) : std::nullopt;
-  const OwnedMemory owned = one.division(held, one.copied_bytes, reported ? &*reported : nullptr);
-  if (!one.process) {
+void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {
+  const uint64_t held_bytes = tracked.held_bytes();
+  sample.held_bytes += held_bytes;
+  sample.page_cache_bytes += tracked.status.rss_file;
+  const bool is_large = processes_.size() < 8 * kMostProcesses && held_bytes > peak_bytes_ / 64;
+  if (!tracked.process && is_large) give_record(tracked, sample.at_s);
+  const auto reported = reported_ ? reported_->memory_of(tracked.pid) : std::nullopt;
+  const OwnedMemory owned =
+      tracked.division(held_bytes, tracked.copied_bytes, reported ? &*reported : nullptr);
+  if (!tracked.process) {
     sample.others += owned;
     return;
   }
-  WatchedProcess& process = processes_[*one.process];
-  process.name = one.status.name;
-  process.parent = one.status.parent;
+  WatchedProcess& process = processes_[*tracked.process];
+  process.name = tracked.status.name;
+  process.parent = tracked.status.parent;
   process.end_s = sample.at_s;
-  process.peak_bytes = std::max(process.peak_bytes, held);
-  process.peak_rss_bytes = std::max(process.peak_rss_bytes, one.status.peak_rss);
+  process.peak_bytes = std::max(process.peak_bytes, held_bytes);
+  process.peak_rss_bytes = std::max(process.peak_rss_bytes, tracked.status.peak_rss);
   if (reported && reported->rank) process.rank = reported->rank;
-  if (held > 0) sample.shares.push_back({static_cast<uint32_t>(*one.process), held, owned});
+  if (held_bytes > 0)
+    sample.shares.push_back({static_cast<uint32_t>(*tracked.process), held_bytes, owned});
 }
 
 void TreeSampler::record_sample(int64_t now) {
   WatchSample sample{.at_s = seconds(now)};
-  for (Tracked& one : tracked_) record_share(one, sample);
+  for (TrackedProcess& tracked : tracked_) record_share(tracked, sample);
   std::sort(sample.shares.begin(), sample.shares.end(),
             [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
   while (sample.shares.size() > kMostShares) {
@@ -349,8 +355,8 @@ void TreeSampler::record_sample(int64_t now) {
     peak_bytes_ = sample.held_bytes;
     peak_at_s_ = sample.at_s;
     for (WatchedProcess& process : processes_) process.held_at_peak_bytes = 0;
-    for (const Tracked& one : tracked_) {
-      if (one.process) processes_[*one.process].held_at_peak_bytes = one.held_bytes();
+    for (const TrackedProcess& tracked : tracked_) {
+      if (tracked.process) processes_[*tracked.process].held_at_peak_bytes = tracked.held_bytes();
     }
   }
   keep(std::move(sample));
@@ -365,20 +371,20 @@ void TreeSampler::keep(WatchSample sample) {
 
 std::vector<int> TreeSampler::alive() const {
   std::vector<int> pids;
-  for (const Tracked& one : tracked_) pids.push_back(one.pid);
+  for (const TrackedProcess& tracked : tracked_) pids.push_back(tracked.pid);
   return pids;
 }
 
 const WatchedProcess* TreeSampler::find(int pid) const {
   const auto at = std::find_if(processes_.rbegin(), processes_.rend(),
-                               [pid](const WatchedProcess& one) { return one.pid == pid; });
+                               [pid](const WatchedProcess& process) { return process.pid == pid; });
   return at == processes_.rend() ? nullptr : &*at;
 }
 
 const WatchSample::Share* TreeSampler::share_in(const WatchSample& sample, int pid) const {
   const auto at = std::find_if(
       sample.shares.begin(), sample.shares.end(),
-      [&](const WatchSample::Share& one) { return processes_[one.process].pid == pid; });
+      [&](const WatchSample::Share& share) { return processes_[share.process].pid == pid; });
   return at == sample.shares.end() ? nullptr : &*at;
 }
 
@@ -412,11 +418,11 @@ TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
   const WatchSample& end = with == nullptr ? recent_.back() : *with;
   const double begin_s = end.at_s - static_cast<double>(within_ns) / kNsPerSecond;
   const auto from = std::find_if(recent_.begin(), recent_.end(),
-                                 [&](const WatchSample& one) { return one.at_s >= begin_s; });
+                                 [&](const WatchSample& sample) { return sample.at_s >= begin_s; });
   for (const WatchSample::Share& share : end.shares) {
-    const auto before =
-        std::find_if(from->shares.begin(), from->shares.end(),
-                     [&](const WatchSample::Share& one) { return one.process == share.process; });
+    const auto before = std::find_if(
+        from->shares.begin(), from->shares.end(),
+        [&](const WatchSample::Share& other) { return other.process == share.process; });
     const auto was = before == from->shares.end() ? WatchSample::Share() : *before;
     if (share.bytes <= was.bytes || share.bytes - was.bytes <= most.bytes) continue;
     most = {.pid = processes_[share.process].pid,
@@ -431,10 +437,11 @@ TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
   const WatchSample* const with = last_with(pid);
   const WatchSample::Share was = with == nullptr ? WatchSample::Share() : *share_in(*with, pid);
   const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
-  const auto of = std::find_if(tracked_.begin(), tracked_.end(),
-                               [pid](const Tracked& one) { return one.pid == pid; });
-  Division division = of == tracked_.end() ? Division() : of->division;
-  const uint64_t copied_bytes = of == tracked_.end() ? 0 : of->copied_bytes;
+  const auto tracked =
+      std::find_if(tracked_.begin(), tracked_.end(),
+                   [pid](const TrackedProcess& candidate) { return candidate.pid == pid; });
+  Division division = tracked == tracked_.end() ? Division() : tracked->division;
+  const uint64_t copied_bytes = tracked == tracked_.end() ? 0 : tracked->copied_bytes;
   const OwnedMemory owned = division(held_bytes, copied_bytes, reported ? &*reported : nullptr);
   return {.pid = pid,
           .bytes = held_bytes - std::min(held_bytes, was.bytes),

@@ -102,7 +102,7 @@ class TreeSampler {
   void finish(WatchRecord& record);
 
  private:
-  struct Tracked {
+  struct TrackedProcess {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_; none: it has no record
     bool may_be_in_parents = true;  // is_in_parents_memory when last asked
@@ -131,25 +131,25 @@ class TreeSampler {
 
   void discover();
   void add(int pid);
-  std::optional<ProcessStatus> read_status_of(Tracked& one);
+  std::optional<ProcessStatus> read_status_of(TrackedProcess& tracked);
   void read_statuses();
-  void take_status(Tracked& one, ProcessStatus status);
+  void take_status(TrackedProcess& tracked, ProcessStatus status);
   void read_reports(int64_t now);
-  void read_rank(Tracked& one);
-  void give_rank(const Tracked& one);
+  void read_rank(TrackedProcess& tracked);
+  void give_rank(const TrackedProcess& tracked);
   Reading what_to_read(int64_t now);
   bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) const;
   bool has_copied(int64_t now);
-  void read_pss_of(Tracked& one);
+  void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_copies();
   void record_sample(int64_t now);
-  void record_share(Tracked& one, WatchSample& sample);
+  void record_share(TrackedProcess& tracked, WatchSample& sample);
   void keep(WatchSample sample);
   const WatchSample::Share* share_in(const WatchSample& sample, int pid) const;
   const WatchSample* last_with(int pid) const;
   const WatchSample::Share* last_share(int pid) const;
-  void give_record(Tracked& one, double at_s);
+  void give_record(TrackedProcess& tracked, double at_s);
   uint64_t rss_sum() const noexcept;
   double seconds(int64_t now) const noexcept;
 
@@ -157,9 +157,9 @@ class TreeSampler {
   const SamplerOptions options_;
   const int64_t begin_ns_;
   std::vector<WatchedProcess> processes_;
-  std::vector<Tracked> tracked_;  // the processes alive at the last sample
-  uint64_t last_pid_ = 0;         // last_pid() when the tree was last walked
-  int walks_ = 0;                 // samples since last_pid() has changed
+  std::vector<TrackedProcess> tracked_;  // the processes alive at the last sample
+  uint64_t last_pid_ = 0;                // last_pid() when the tree was last walked
+  int walks_ = 0;                        // samples since last_pid() has changed
 
   int64_t then_ns_;  // the time of the last sample
   CpuAllowance allowance_;

@@ -43,10 +43,10 @@ struct Process {
 };
 
 // A sampler and the /proc that it reads.
-class Sampled {
+class SampledTree {
  public:
   // `reading_ns`: the CPU time grows by this much with each reading.
-  explicit Sampled(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
+  explicit SampledTree(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
     options.root_pid = kWatcher;
     options.root = machine_.root();
     reading_ns_ = reading_ns;
@@ -54,21 +54,23 @@ class Sampled {
     sampler_.emplace(clock_, options);
   }
 
-  void put(int pid, const Process& of) {
-    processes_[pid] = of;
+  void put(int pid, const Process& process) {
+    processes_[pid] = process;
     const std::string directory = fmt::format("/proc/{}/", pid);
     machine_.put(directory + "status",
                  fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
                              "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t{} kB\n",
-                             of.name, of.parent,
-                             std::max(of.highest_kib, of.anon_kib + of.file_kib + of.shmem_kib),
-                             of.anon_kib, of.file_kib, of.shmem_kib));
+                             process.name, process.parent,
+                             std::max(process.highest_kib,
+                                      process.anon_kib + process.file_kib + process.shmem_kib),
+                             process.anon_kib, process.file_kib, process.shmem_kib));
     machine_.put(directory + "smaps_rollup",
                  fmt::format("Pss_Anon: {} kB\nPss_Shmem: {} kB\nAnonHugePages: {} kB\n",
-                             of.anon_kib - of.shared_kib / 2, of.shmem_kib, of.huge_kib));
+                             process.anon_kib - process.shared_kib / 2, process.shmem_kib,
+                             process.huge_kib));
     machine_.put(directory + "stat",
-                 fmt::format("{} ({}) S 1 2 3 4 -1 6 {} 8\n", pid, of.name, of.faults));
-    machine_.put(directory + "environ", of.variables);
+                 fmt::format("{} ({}) S 1 2 3 4 -1 6 {} 8\n", pid, process.name, process.faults));
+    machine_.put(directory + "environ", process.variables);
     put_children();
   }
   void end(int pid) {
@@ -95,8 +97,9 @@ class Sampled {
  private:
   void put_children() {
     std::map<int, std::string> children = {{kWatcher, ""}};
-    for (const auto& [pid, of] : processes_) children[pid] += "";  // an entry for each
-    for (const auto& [pid, of] : processes_) children[of.parent] += fmt::format("{} ", pid);
+    for (const auto& [pid, process] : processes_) children[pid] += "";  // an entry for each
+    for (const auto& [pid, process] : processes_)
+      children[process.parent] += fmt::format("{} ", pid);
     for (const auto& [pid, text] : children) {
       machine_.put(fmt::format("/proc/{}/task/{}/children", pid, pid), text);
     }
@@ -119,7 +122,7 @@ uint64_t sum_of(const WatchSample& sample) {
 }
 
 TEST(Sampler, ThinningKeepsThePeak) {
-  Sampled tree;
+  SampledTree tree;
   for (int i = 0; i < 1500; ++i) {
     tree.put(11, {.anon_kib = i == 1234 ? 30'000U : 10'000U + static_cast<uint64_t>(i % 5)});
     tree.sample_after();
@@ -134,7 +137,7 @@ TEST(Sampler, ThinningKeepsThePeak) {
 }
 
 TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 10'000, .file_kib = 500});
   tree.put(12, {.anon_kib = 20'000});
   tree.sample_after();
@@ -153,7 +156,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
 }
 
 TEST(Sampler, APeakThatTheSamplesShowIsTheMost) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1'000});
   tree.sample_after();
   tree.put(11, {.anon_kib = 90'000});
@@ -167,7 +170,7 @@ TEST(Sampler, APeakThatTheSamplesShowIsTheMost) {
 
 // The growth of a process after its last sample shows in its ru_maxrss.
 TEST(Sampler, TheGrowthOfAnEndedProcessIsInThePeakAtMost) {
-  Sampled tree({.forked_rss_bytes = 9'000 * kKiB});
+  SampledTree tree({.forked_rss_bytes = 9'000 * kKiB});
   tree.put(11, {.anon_kib = 10'000});
   tree.sample_after();
   tree.end(11);
@@ -178,7 +181,7 @@ TEST(Sampler, TheGrowthOfAnEndedProcessIsInThePeakAtMost) {
 }
 
 TEST(Sampler, EachRankOfALauncherThatEndedMayHaveReachedTheMaximum) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1'000});
   tree.put(12, {.parent = 11, .anon_kib = 20'000});
   tree.put(13, {.parent = 11, .anon_kib = 30'000});
@@ -190,7 +193,7 @@ TEST(Sampler, EachRankOfALauncherThatEndedMayHaveReachedTheMaximum) {
 }
 
 TEST(Sampler, CreditPaysForMoreSamplesAtTheBeginning) {
-  Sampled tree({}, 4 * kNsPerMs);
+  SampledTree tree({}, 4 * kNsPerMs);
   tree.put(11, {.anon_kib = 1'000});
   tree.sample_after();
   EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.01);
@@ -199,7 +202,7 @@ TEST(Sampler, CreditPaysForMoreSamplesAtTheBeginning) {
 }
 
 TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.name = "first", .anon_kib = 5000});
   tree.sample_after();
   tree.end(11);
@@ -217,7 +220,7 @@ TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
 
 // A launcher that replaces itself by a trainer (exec).
 TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.name = "sh", .anon_kib = 100});
   tree.sample_after();
   tree.put(11, {.name = "python3", .anon_kib = 300, .variables = "RANK=3"});
@@ -229,7 +232,7 @@ TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
 }
 
 TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 100});
   tree.sample_after();
   tree.put(11, {.anon_kib = 100'000, .huge_kib = 90'112});
@@ -243,7 +246,7 @@ TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
 }
 
 TEST(Sampler, SharedMemoryThatWasFreedDoesNotCount) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1'000, .shmem_kib = 30'000});
   tree.sample_after();
   EXPECT_EQ(tree.sampler().last().held_bytes, 31'000 * kKiB);
@@ -257,7 +260,7 @@ TEST(Sampler, SharedMemoryThatWasFreedDoesNotCount) {
 
 // Between vfork(2) or posix_spawn(3) and its exec, a child shows the memory of its parent.
 TEST(Sampler, AChildInItsParentsMemoryHoldsNothing) {
-  Sampled tree;
+  SampledTree tree;
   const Process parent{.anon_kib = 100'000, .file_kib = 500, .highest_kib = 120'000};
   tree.put(11, parent);
   for (int i = 0; i < 20; ++i) tree.sample_after();
@@ -276,7 +279,7 @@ TEST(Sampler, AChildInItsParentsMemoryHoldsNothing) {
 
 // Pss of 10 GiB of small pages takes half a second to read, more than the credit at the beginning.
 TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 100});
   tree.sample_after();
   tree.put(11, {.anon_kib = 10 * kMiB, .huge_kib = 2048});
@@ -288,7 +291,7 @@ TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
 // samples leave a debt below kMostDebtNs (1 s), eight a larger one.
 TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
   for (const int samples : {2, 8}) {
-    Sampled tree;
+    SampledTree tree;
     const Process shared{.anon_kib = 100'000, .shared_kib = 100'000, .faults = 10};
     tree.put(11, shared);
     tree.put(12, shared);
@@ -300,14 +303,14 @@ TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
     tree.put(12, {.anon_kib = 100'000, .faults = 10});
     tree.sample_after(0.1);
     tree.sample_after(0.1);
-    const uint64_t held = tree.sampler().last().held_bytes;
-    EXPECT_EQ(held, (samples == 2 ? 200'000 : 100'000) * kKiB);
+    const uint64_t held_bytes = tree.sampler().last().held_bytes;
+    EXPECT_EQ(held_bytes, (samples == 2 ? 200'000 : 100'000) * kKiB);
   }
 }
 
 // The kernel empties the environment before the process is a zombie.
 TEST(Sampler, AProcessThatIsEndingKeepsItsRank) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 300, .variables = "RANK=3"});
   tree.sample_after();
   tree.put(11, {.anon_kib = 300, .variables = ""});
@@ -316,7 +319,7 @@ TEST(Sampler, AProcessThatIsEndingKeepsItsRank) {
 }
 
 TEST(Sampler, OthersAreThoseOfTheLastSample) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1000});
   tree.put(12, {.anon_kib = 4000});
   tree.sample_after();
@@ -328,7 +331,7 @@ TEST(Sampler, OthersAreThoseOfTheLastSample) {
 }
 
 TEST(Sampler, AProcessThatEndedHoldsNothing) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1000});
   tree.put(12, {.parent = 11, .anon_kib = 4000});
   tree.sample_after(0.1);
@@ -343,7 +346,7 @@ TEST(Sampler, AProcessThatEndedHoldsNothing) {
 }
 
 TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1000});
   tree.sample_after();
   tree.put(12, {.parent = 11});
@@ -355,7 +358,7 @@ TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
 TEST(Sampler, AProcessKilledBeforeAnySampleHasItsReportedRank) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());
-  Sampled tree({.reports = &table});
+  SampledTree tree({.reports = &table});
   tree.sample_after();
   table.claim(11, 100 * kKiB)->rank.store(2);
   tree.sampler().add_unseen(11, "modicum-rank-2", 7 * kMiB);
@@ -369,14 +372,14 @@ TEST(Sampler, AProcessKilledBeforeAnySampleHasItsReportedRank) {
 TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());
-  Sampled tree({.reports = &table});
+  SampledTree tree({.reports = &table});
   SelfReport& report = *table.claim(11, 100 * kKiB);
   report.rank.store(2);
-  report.held[at(Purpose::shards)].store(3000 * kKiB);
+  report.held_bytes[at(Purpose::shards)].store(3000 * kKiB);
   tree.put(11, {.anon_kib = 4000});
   tree.put(12, {.anon_kib = 500});
   tree.sample_after();
-  report.held[at(Purpose::moments)].store(1500 * kKiB);
+  report.held_bytes[at(Purpose::moments)].store(1500 * kKiB);
   report.budget_bytes.store(9 * kMiB);
   tree.put(11, {.anon_kib = 6000});
   tree.sample_after();
@@ -392,12 +395,12 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 3000 * kKiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 900 * kKiB);
   const OwnedMemory& other = record.samples[0].shares[1].owned;
-  EXPECT_EQ(other.bytes(at(WatchOwner::held)), 500 * kKiB);
+  EXPECT_EQ(other.bytes(at(WatchOwner::unattributed)), 500 * kKiB);
   for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
 }
 
 TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
-  Sampled tree;
+  SampledTree tree;
   tree.put(11, {.anon_kib = 1'200});
   tree.put(12, {.parent = 11, .anon_kib = 1'000});
   tree.sample_after();
@@ -413,7 +416,7 @@ TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
 
 // More processes than a sample lists: the rest become one sum.
 TEST(Sampler, ManySmallProcessesAreOneSum) {
-  Sampled tree;
+  SampledTree tree;
   for (int pid = 100; pid < 200; ++pid) tree.put(pid, {.anon_kib = static_cast<uint64_t>(pid)});
   tree.sample_after();
   const WatchRecord record = tree.finish();
@@ -450,7 +453,7 @@ MemoryCgroup put_group(Machine& machine, uint64_t current, int kills) {
 TEST(Sampler, TheCommandsOwnGroupHasChargesAndPageCache) {
   Machine machine;
   const MemoryCgroup group = put_group(machine, 356515840, 0);
-  Sampled tree({.cage = group, .limit_bytes = 402653184});
+  SampledTree tree({.cage = group, .limit_bytes = 402653184});
   tree.put(11, {.anon_kib = 1000, .file_kib = 70});
   tree.sample_after();
   EXPECT_EQ(tree.sampler().last().charged_bytes, 356515840U);

@@ -22,7 +22,7 @@ void Timeline::add(const WatchSample& sample) {
   while (samples_.size() > kMostSamples / 2) {
     width_s_ *= 2;
     std::vector<WatchSample> finer = std::exchange(samples_, {});
-    for (WatchSample& one : finer) put(std::move(one));
+    for (WatchSample& finer_sample : finer) put(std::move(finer_sample));
   }
 }
 
