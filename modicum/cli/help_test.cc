@@ -40,7 +40,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 class Help : public testing::Test {
  protected:
   std::string help(std::string_view verb, std::string_view flag = "--help") const {
-    const Ended ended = program.run(fmt::format("{} {}", verb, flag));
+    const RunResult ended = program.run(fmt::format("{} {}", verb, flag));
     EXPECT_EQ(ended.code, 0) << verb;
     return ended.out;
   }
@@ -57,7 +57,7 @@ class Help : public testing::Test {
   // Whether the parser of a verb knows a flag. No verb runs: another flag is unknown.
   bool accepts(std::string_view verb, const std::string& flag, bool takes_value) const {
     const std::string word = takes_value ? flag + "=1" : flag;
-    const Ended ended =
+    const RunResult ended =
         program.run(std::vector<std::string>{std::string(verb), word, "--no-such-flag"});
     EXPECT_EQ(ended.code, 2) << verb << " " << word;
     return !has(ended.err, "unexpected '" + flag);
