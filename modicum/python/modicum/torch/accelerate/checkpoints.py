@@ -35,7 +35,7 @@ from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import why_not_alone
 from modicum.torch.saving.inside import (
-    Inside,
+    StepInDirectory,
     is_step,
     load_inside,
     load_state_inside,
@@ -62,7 +62,7 @@ _ADAPTERS = (
 class _Kept:
     """A model to save, its optimizer if there is one, and the begun save of its directory."""
 
-    flight: Inside
+    flight: StepInDirectory
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
 
@@ -142,7 +142,9 @@ class Checkpoints:
         they are saved: model 0 into `directory`, the others into subdirectories. The checkpoint is
         then committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
-        checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
+        checkpoint = _Open(
+            directory, {i: _Kept(StepInDirectory(folder)) for i, folder in folders.items()}
+        )
         outer, self._open = self._open, checkpoint
         try:
             with Ranks.of_world().together() as ranks:

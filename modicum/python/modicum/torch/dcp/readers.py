@@ -36,7 +36,7 @@ from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.choosing import Chosen, chosen_step
+from modicum.torch.saving.choosing import ChosenStep, chosen_step
 from modicum.torch.saving.extra import COMMON, common_of
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
@@ -309,7 +309,7 @@ class StateDictReader(PathReader):
                 if is_last or not is_gone(chosen.path):
                     raise
 
-    def _open_step(self, chosen: Chosen) -> None:
+    def _open_step(self, chosen: ChosenStep) -> None:
         self.checkpoint_id = step = chosen.path
         self._opened = str(step.absolute()), chosen.facts["uuid"]
         facts = _facts_of(chosen)
@@ -319,7 +319,7 @@ class StateDictReader(PathReader):
         if facts.optim_at is not None:
             self._open_state(chosen, facts.optim_at, facts)
 
-    def _open_state(self, chosen: Chosen, at: Place, facts: Facts) -> None:
+    def _open_state(self, chosen: ChosenStep, at: Place, facts: Facts) -> None:
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
@@ -429,7 +429,7 @@ def is_written(step: Path) -> bool:
     return facts_in(common_of(document), COMMON) is not None
 
 
-def _facts_of(chosen: Chosen) -> Facts:
+def _facts_of(chosen: ChosenStep) -> Facts:
     """The facts about the state dict that `Writer` has saved."""
     facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:
