@@ -30,7 +30,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import arguments_in, load_by, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.overwritten import fill_undefined, overwriting
-from modicum.torch.loading.planning import Later, Size
+from modicum.torch.loading.planning import LaterMemory, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
@@ -254,7 +254,7 @@ class FoundStep:
 
 def _declared(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, found: FoundStep, *, is_cast: bool
-) -> list[AdamW | Later]:
+) -> list[AdamW | LaterMemory]:
     """What the promise of the model's load includes for the optimizer's state. Collective.
     `is_cast`: whether the load may change dtypes."""
     if optimizer is None:
@@ -263,11 +263,11 @@ def _declared(
         facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
         if facts.get("state_format") == optimizer.state_format:
             return [optimizer]
-        return [optimizer, Later({"staging": _modicum.CONVERTED_STATE_BYTES})]
+        return [optimizer, LaterMemory({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
         saved = _saved_state(found)._replace(step=None if is_cast else found.path)
-        return [Later(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
+        return [LaterMemory(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
 def _saved_state(found: FoundStep) -> SavedState:

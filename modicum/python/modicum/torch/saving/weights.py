@@ -268,7 +268,9 @@ def _untied(alias: Node, entry: ModelTensor) -> Node:
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of the model's tensors into files like those of the goal's checkpoint."""
     tensors = [
-        LocalTensor(p.of.local, p.sharding, p.of.tensor, comes_from_first=not p.of.is_parameter)
+        LocalTensor(
+            p.entry.local, p.sharding, p.entry.tensor, comes_from_first=not p.entry.is_parameter
+        )
         for p in places_of(model, goal)
     ]
     return writing_of(goal.recipe, tensors, ranks, form)
