@@ -18,7 +18,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import unbind_changed
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
-from modicum.torch.optim.states import Stored
+from modicum.torch.optim.states import StoredStates
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -222,7 +222,7 @@ def _state_files(
     its state can be saved on all ranks."""
     if len(needs) != 1:
         return None, ""
-    stored: Stored = []
+    stored: StoredStates = []
     refused = ""
     try:
         stored = needs[0].stored(model.names)

@@ -10,7 +10,7 @@ from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.states import Stored, require_storable, stored_of
+from modicum.torch.optim.states import StoredStates, require_storable, stored_of
 from modicum.torch.saving.tensor_state import FILE, kind_of, numbers_of
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.shards.placements import Shardings
@@ -42,7 +42,7 @@ class AdamWState:
         return name
 
     @property
-    def parameters(self) -> Stored:
+    def parameters(self) -> StoredStates:
         """The argument of `_modicum.StateFiles`: all parameters, the same on every rank."""
         return stored_of(self._parts, self._name_of)
 
