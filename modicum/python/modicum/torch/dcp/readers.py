@@ -28,7 +28,7 @@ from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import structure_of
-from modicum.torch.build.emptied import Emptied
+from modicum.torch.build.emptied import EmptiedMemory
 from modicum.torch.dcp.boxes import Target, boxed, cast_to, check_place, described, described_tensor
 from modicum.torch.dcp.reading import PathReader, done, reading_by
 from modicum.torch.loading.compared import compared_by_all
@@ -144,13 +144,13 @@ class FilesReader(PathReader):
 
     # ---- the checkpoint's tensors
 
-    def _emptied(self) -> Emptied | None:
+    def _emptied(self) -> EmptiedMemory | None:
         """What `to_empty` has left without values in this rank's model. Not collective: ranks may
         have different models. Only rank 0 warns."""
         if self._model is None:
             return None
         structure = structure_of(self._model)
-        return Emptied(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
+        return EmptiedMemory(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
