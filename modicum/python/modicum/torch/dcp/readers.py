@@ -164,9 +164,9 @@ class FilesReader(PathReader):
         """The targets, by each name under which a state dict may have them: canonical names, and
         names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
-        for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
-            node = nodes[made["alias_of"] or made["name"]]
-            targets[made["name"]] = Target(node, made["dtype"], tuple(made["shape"]))
+        for target in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
+            node = nodes[target["alias_of"] or target["name"]]
+            targets[target["name"]] = Target(node, target["dtype"], tuple(target["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
@@ -193,14 +193,14 @@ class FilesReader(PathReader):
         """The places of DTensors with strided shards. Such a shard may consist of several boxes,
         but DCP's plan has at most one box for it, which may be wrong."""
         shardings, parameters = Shardings(), self._parameters()
-        for fqn, held in state.items():
-            if fqn not in self._targets or not isinstance(held, DTensor):
+        for fqn, value in state.items():
+            if fqn not in self._targets or not isinstance(value, DTensor):
                 continue
-            parts = zip(held.placements, held.device_mesh.shape, strict=True)
+            parts = zip(value.placements, value.device_mesh.shape, strict=True)
             if not any(isinstance(placement, strided_shard()) and n > 1 for placement, n in parts):
                 continue
-            found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
-            target, tensor = self._targets[fqn], held.to_local().detach()
+            found = shardings.of(value, fqn, alias_of=parameters.get(canonical(fqn)))
+            target, tensor = self._targets[fqn], value.to_local().detach()
             check_place(fqn, target, tensor)
             node = cast_to(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
@@ -249,17 +249,17 @@ class _Part(FilesReader):
     """A reader of one part of a step, with tensors under the keys of the state dict."""
 
     def __init__(
-        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **how: Any
+        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **options: Any
     ) -> None:
         """`keys`: returns the key of a tensor's name."""
         self._key = keys
-        super().__init__(source, model, **how)
+        super().__init__(source, model, **options)
 
     def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
-        return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
+        return {self._key(name): target for name, target in super()._targets_of(recipe).items()}
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        return {self._key(name): of for name, of in super()._parameters().items()}
+        return {self._key(name): parameter for name, parameter in super()._parameters().items()}
 
 
 class _State(_Part):
@@ -270,7 +270,11 @@ class _State(_Part):
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         names = self._checkpoint.stored
         owners = {name: self.parameters.get(name.rpartition(".")[0]) for name in names}
-        return {self._key(name): of for name, of in owners.items() if of is not None}
+        return {
+            self._key(name): parameter
+            for name, parameter in owners.items()
+            if parameter is not None
+        }
 
 
 class StateDictReader(PathReader):
@@ -288,7 +292,7 @@ class StateDictReader(PathReader):
         """`root`: a step, or the directory of all steps. Other arguments are as of `FilesReader`;
         `rules` has the defaults."""
         self._model = model
-        self._how: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
+        self._options: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
         self.reset(root)
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
@@ -314,7 +318,9 @@ class StateDictReader(PathReader):
         self._opened = str(step.absolute()), chosen.facts["uuid"]
         facts = _facts_of(chosen)
         at = facts.model_at
-        self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
+        self._parts = [
+            _Part(step, self._model, lambda name: flat_key((*at, name)), **self._options)
+        ]
         self._values = facts.values
         if facts.optim_at is not None:
             self._open_state(chosen, facts.optim_at, facts)
@@ -326,8 +332,8 @@ class StateDictReader(PathReader):
         if chosen.facts["has_state"]:
             self._parts.append(self._state_of(chosen.path, key_of))
         numbers = numbers_of(text_in(chosen.files[STATE], STATE))
-        for fqn, own in numbers.items():
-            self._values |= {key_of(f"{fqn}.{key}"): value for key, value in own.items()}
+        for fqn, entry_numbers in numbers.items():
+            self._values |= {key_of(f"{fqn}.{key}"): value for key, value in entry_numbers.items()}
         for index, group in enumerate(facts.param_groups):
             # A flattened state dict has the options by parameter name, others by group index.
             names = group.pop("params") if facts.is_flat else [index]
@@ -336,7 +342,7 @@ class StateDictReader(PathReader):
                     self._values[flat_key((*at, "param_groups", name, option))] = value
 
     def _state_of(self, step: Path, keys: Callable[[str], str]) -> _State:
-        part = _State(step / "optimizer", None, keys, **self._how)
+        part = _State(step / "optimizer", None, keys, **self._options)
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         part.parameters = {canonical(name): parameter for name, parameter in named}
         return part
@@ -382,8 +388,8 @@ class StateDictReader(PathReader):
                 left.pop((item.dest_index, item.storage_index))
         for part in self._parts:
             targets = part.read_metadata().state_dict_metadata
-            own = [item for item in left.values() if item.storage_index.fqn in targets]
-            part._read(LoadPlan(own), planner)
+            items = [item for item in left.values() if item.storage_index.fqn in targets]
+            part._read(LoadPlan(items), planner)
 
     def _follow(self, path: str, uuid: str) -> None:
         """Opens the coordinator's step, if this rank has chosen another one: a step may appear or

@@ -112,7 +112,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer = model, optimizer
         self._form = Form(**files, staging=holding["staging"], adapters=False)
-        self._how: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "keep": keep,
             "ledger": holding["ledger"] or _modicum.Ledger(),
             "budget": budget,
@@ -203,7 +203,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         root, step = self._at
         self._flight.hold(_read(parts))
         ask = SaveRequest(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
-                  **self._how)  # fmt: skip
+                  **self._options)  # fmt: skip
         ranks.agree_on(
             ask.facts() | {"argument source": str(self._form.source)} | common_facts(parts)
         )
