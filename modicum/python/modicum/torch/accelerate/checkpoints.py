@@ -35,7 +35,7 @@ from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import why_not_alone
 from modicum.torch.saving.inside import (
-    Inside,
+    StepInDirectory,
     is_step,
     load_inside,
     load_state_inside,
@@ -49,7 +49,7 @@ from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import unwrapped
 
-How = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 _ADAPTERS = (
     "modicum: this model with adapters is saved by accelerate and PEFT, not by Modicum: {}. "
@@ -59,20 +59,20 @@ _ADAPTERS = (
 
 
 @dataclass
-class _Kept:
+class _ModelToSave:
     """A model to save, its optimizer if there is one, and the begun save of its directory."""
 
-    flight: Inside
+    flight: StepInDirectory
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
 
 
 @dataclass
-class _Open:
+class _OpenCheckpoint:
     """A checkpoint that a script is saving."""
 
     directory: Path
-    kept: dict[int, _Kept]
+    kept: dict[int, _ModelToSave]
     """The models to save, by accelerate's index."""
     has_config: bool = False
     """Whether `save_companions` writes the model's config."""
@@ -87,12 +87,12 @@ class Checkpoints:
 
     def __init__(
         self,
-        how: Callable[[], How],
+        arguments: Callable[[], Arguments],
         saved: Callable[[SaveReport], Any],
         read: Callable[[ResumeReport], Any],
     ) -> None:
-        self._how, self._saved, self._read = how, saved, read
-        self._open: _Open | None = None
+        self._arguments, self._saved, self._read = arguments, saved, read
+        self._open: _OpenCheckpoint | None = None
         self._is_left = False  # whether a Trainer is saving whose model is left to it
         self._has_trainer = False
         self._warned: set[str] = set()
@@ -137,12 +137,14 @@ class Checkpoints:
     # ---- a checkpoint
 
     @contextmanager
-    def _opened(self, directory: Path, *indices: int) -> Iterator[_Open]:
+    def _opened(self, directory: Path, *indices: int) -> Iterator[_OpenCheckpoint]:
         """A context in which the models of these indices, and their optimizers, are noted. On exit
         they are saved: model 0 into `directory`, the others into subdirectories. The checkpoint is
         then committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
-        checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
+        checkpoint = _OpenCheckpoint(
+            directory, {i: _ModelToSave(StepInDirectory(folder)) for i, folder in folders.items()}
+        )
         outer, self._open = self._open, checkpoint
         try:
             with Ranks.of_world().together() as ranks:
@@ -166,17 +168,17 @@ class Checkpoints:
         for call in checkpoint.after:
             call()
 
-    def _save(self, checkpoint: _Open, ranks: Ranks) -> None:
+    def _save(self, checkpoint: _OpenCheckpoint, ranks: Ranks) -> None:
         """Saves the models. The first one is saved last: its COMMIT commits the whole directory."""
-        how = {**self._how(), "shard_size": checkpoint.shard_size}
+        options = {**self._arguments(), "shard_size": checkpoint.shard_size}
         for kept in reversed([*checkpoint.kept.values()]):
             if kept.model is None:
                 what = "save_state() or Trainer left out the model of this checkpoint"
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
             if ranks.rank == 0 and not checkpoint.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
-            how["adapters"] = upstream.has_adapters(kept.model)
-            self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
+            options["adapters"] = upstream.has_adapters(kept.model)
+            self._saved(save_inside(kept.model, kept.flight, kept.optimizer, options, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
         """Decides whether Modicum saves the model. It does if it has loaded it, if no Trainer saves
@@ -215,28 +217,28 @@ class Checkpoints:
     def _keeping_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def save_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-            of = upstream.arguments(original, args, kwargs)
-            if not self._decide(of["accelerator"], of["model"]):
+            arguments = upstream.arguments(original, args, kwargs)
+            if not self._decide(arguments["accelerator"], arguments["model"]):
                 return original(*args, **kwargs)
-            with self._noted(Path(of["output_dir"]), of["model_index"]) as kept:
-                kept.model = upstream.bare(of["model"])
+            with self._noted(Path(arguments["output_dir"]), arguments["model_index"]) as kept:
+                kept.model = upstream.bare(arguments["model"])
 
         return save_fsdp_model
 
     def _keeping_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-            of = upstream.arguments(original, args, kwargs)
-            if not self._decide(of["accelerator"], of["model"]):
+            arguments = upstream.arguments(original, args, kwargs)
+            if not self._decide(arguments["accelerator"], arguments["model"]):
                 return original(*args, **kwargs)
-            with self._noted(Path(of["output_dir"]), of["optimizer_index"]) as kept:
-                kept.model = upstream.bare(of["model"])
-                kept.optimizer = unwrapped(of["optimizer"])
+            with self._noted(Path(arguments["output_dir"]), arguments["optimizer_index"]) as kept:
+                kept.model = upstream.bare(arguments["model"])
+                kept.optimizer = unwrapped(arguments["optimizer"])
 
         return save_fsdp_optimizer
 
     @contextmanager
-    def _noted(self, directory: Path, index: int) -> Iterator[_Kept]:
+    def _noted(self, directory: Path, index: int) -> Iterator[_ModelToSave]:
         """The entry of a model in the open checkpoint, if this checkpoint is in `directory`.
         Otherwise opens a checkpoint in `directory`, which is saved when the context ends."""
         if self._open is not None and self._open.directory == directory:
@@ -248,11 +250,13 @@ class Checkpoints:
     def _loading_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-            of = upstream.arguments(original, args, kwargs)
-            directory = _step_of(Path(of["input_dir"]), of["model_index"])
+            arguments = upstream.arguments(original, args, kwargs)
+            directory = _step_of(Path(arguments["input_dir"]), arguments["model_index"])
             if directory is None:
                 return original(*args, **kwargs)
-            self._load(of["accelerator"], of["model"], directory, of["model_index"])
+            self._load(
+                arguments["accelerator"], arguments["model"], directory, arguments["model_index"]
+            )
             return upstream.nothing_amiss()
 
         return load_fsdp_model
@@ -262,19 +266,19 @@ class Checkpoints:
         directory, is_first = step.parent if index else step, accelerator.is_main_process
         self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
-        how = {name: self._how()[name] for name in names}
-        self._read(load_inside(upstream.bare(model), step, how))
+        arguments = {name: self._arguments()[name] for name in names}
+        self._read(load_inside(upstream.bare(model), step, arguments))
 
     def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-            of = upstream.arguments(original, args, kwargs)
-            directory = _step_of(Path(of["input_dir"]), of["optimizer_index"])
+            arguments = upstream.arguments(original, args, kwargs)
+            directory = _step_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
             if directory is None:
                 return original(*args, **kwargs)
-            _require_fsdp2(of["accelerator"], directory)
-            model, optimizer = upstream.bare(of["model"]), unwrapped(of["optimizer"])
-            return load_state_inside(model, optimizer, directory, self._how()["ledger"])
+            _require_fsdp2(arguments["accelerator"], directory)
+            model, optimizer = upstream.bare(arguments["model"]), unwrapped(arguments["optimizer"])
+            return load_state_inside(model, optimizer, directory, self._arguments()["ledger"])
 
         return load_fsdp_optimizer
 
@@ -284,14 +288,14 @@ class Checkpoints:
         @functools.wraps(original)
         def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
             models = upstream.models_of(accelerator)
-            own = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
+            indices = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
             chosen = upstream.next_directory(accelerator)
             directory = chosen or (Path(output_dir) if output_dir is not None else None)
-            if not own or directory is None:
+            if not indices or directory is None:
                 return original(accelerator, output_dir, *args, **kwargs)
             if chosen:
                 _require_new(chosen)
-            with self._opened(directory, *own) as checkpoint:
+            with self._opened(directory, *indices) as checkpoint:
                 with upstream.named_by_caller(accelerator):
                     result = original(accelerator, str(directory), *args, **kwargs)
                 limit = accelerator.project_configuration.total_limit
@@ -324,8 +328,8 @@ class Checkpoints:
             is_left_alone = upstream.has_adapters(model) or not safe_serialization
             is_left_alone |= os.path.isfile(save_directory)  # accelerate reports it
             if is_left_alone or not self._decide(accelerator, model):
-                given = (model, save_directory, max_shard_size, safe_serialization)
-                return original(accelerator, *given)
+                arguments = (model, save_directory, max_shard_size, safe_serialization)
+                return original(accelerator, *arguments)
             with self._opened(Path(save_directory), 0) as checkpoint:
                 checkpoint.kept[0].model = upstream.bare(model)
                 checkpoint.shard_size = max_shard_size
@@ -381,8 +385,8 @@ class Checkpoints:
             directory = _step_of(Path(resume_from_checkpoint), 0)
             if directory is None or not trainer.is_fsdp_enabled:
                 return original(trainer, resume_from_checkpoint, model)
-            of = trainer.model if model is None else model
-            return self._load(trainer.accelerator, of, directory)
+            resumed = trainer.model if model is None else model
+            return self._load(trainer.accelerator, resumed, directory)
 
         return _load_from_checkpoint
 

@@ -66,7 +66,7 @@ class Choice:
             if not is_found:
                 return upstream.newest_first(folder)
             found = upstream.newest_first(os.path.dirname(asked))
-            return dropwhile(lambda one: one != str(asked), found)
+            return dropwhile(lambda path: path != str(asked), found)
 
         return self.choose(find) or asked
 
@@ -74,13 +74,13 @@ class Choice:
         """The first of the checkpoints that rank 0 finds from which a run can resume. Compares
         every byte, a part on each rank. Rank 0 warns of those that are skipped. Collective."""
         with Ranks.of_world().together() as ranks:
-            found, _ = ranks.once(lambda: [str(one) for one in find()], lambda: None)
-            for one in found:
-                reason = fault_for_all(Path(one), ranks)
+            found, _ = ranks.once(lambda: [str(folder) for folder in find()], lambda: None)
+            for folder in found:
+                reason = fault_for_all(Path(folder), ranks)
                 if not reason:
-                    return str(one)
+                    return str(folder)
                 if ranks.rank == 0:
-                    _warn_of_skipped(one, reason)
+                    _warn_of_skipped(folder, reason)
         return None
 
 

@@ -41,7 +41,7 @@ from modicum.recipes import LoadRules
 from modicum.torch.accelerate.checkpoints import Checkpoints
 from modicum.torch.accelerate.filling import examined, load_rounded, shard_and_load
 from modicum.torch.accelerate.unfilled import (
-    Built,
+    BuiltModel,
     note,
     note_resized,
     release,
@@ -112,14 +112,17 @@ def loading(
     arguments |= arguments_in("loading", rules, memory, ("missing", "unexpected", "seed"))
     ledger = arguments["ledger"]
     require_fork(arguments["fork"])
-    one = Loading(None if source is None else Path(source), arguments)
+    context = Loading(None if source is None else Path(source), arguments)
     with ExitStack() as stack:
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
-        scripts.loadings.append(one)
-        stack.callback(scripts.loadings.remove, one)
-        with giving(ledger, budget, scripts.loaded), told_to_users(lambda: bool(one.unfilled())):
-            yield one
-    _refuse_unfilled(one)
+        scripts.loadings.append(context)
+        stack.callback(scripts.loadings.remove, context)
+        with (
+            giving(ledger, budget, scripts.loaded),
+            told_to_users(lambda: bool(context.unfilled())),
+        ):
+            yield context
+    _refuse_unfilled(context)
 
 
 @dataclass(eq=False)
@@ -132,7 +135,7 @@ class Loading:
     """The report of each load, in order, including loads of resumes."""
     saves: list[SaveReport] = field(default_factory=list)
     """The report of each saved model, in order; a checkpoint may have several."""
-    _built: weakref.WeakKeyDictionary[nn.Module, Built] = field(
+    _built: weakref.WeakKeyDictionary[nn.Module, BuiltModel] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
@@ -198,7 +201,7 @@ class _Scripts:
         self._has_peft = False
         transformers.replace_loading(stack, _pretrained_model(), self)
         accelerate.replace_prepare(stack, self._preparing, self._sharding, self._placing)
-        self._checkpoints = Checkpoints(self._how, self._note_save, self._note_resume)
+        self._checkpoints = Checkpoints(self._arguments, self._note_save, self._note_resume)
         self._checkpoints.replace_accelerate(stack)
         self._replace_imported()
         after_imports(stack, ("peft", "trl", TRAINER), self._imported)
@@ -215,7 +218,7 @@ class _Scripts:
         with suppress(UsageError):  # an untested version: the next use raises the error again
             self._replace_imported()
 
-    def _how(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return self.loadings[-1]._arguments
 
     def _note_save(self, saved: SaveReport) -> None:
@@ -244,19 +247,19 @@ class _Scripts:
         finally:
             self.is_building = before
 
-    def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
+    def built(self, model: Any, files: Sequence[str] | None, *arguments: Any) -> None:
         """Called in place of reading: records the source, and guards the model until the load."""
-        transformers.check_arguments(model, *given)
+        transformers.check_arguments(model, *arguments)
         innermost = self.loadings[-1]
-        self._note(model, Built(innermost, innermost._source or transformers.source_of(files)))
+        self._note(model, BuiltModel(innermost, innermost._source or transformers.source_of(files)))
 
     def made(self, model: Any) -> None:
         """Called when `from_config` has built a model. Without a source its own rules make its
         values."""
         innermost = self.loadings[-1]
-        self._note(model, Built(innermost, innermost._source))
+        self._note(model, BuiltModel(innermost, innermost._source))
 
-    def _note(self, model: nn.Module, built: Built) -> None:
+    def _note(self, model: nn.Module, built: BuiltModel) -> None:
         note(model, built, built.loading._built.__setitem__)
         self._count_writes()
 
@@ -268,13 +271,13 @@ class _Scripts:
         elif "data" not in vars(torch.Tensor):
             count_writes_through_data(self._counting)
 
-    def resized(self, model: Any, how: str) -> None:
-        """Called when embeddings or heads of a model were resized. `how`: how the load makes new
+    def resized(self, model: Any, rule: str) -> None:
+        """Called when embeddings or heads of a model were resized. `rule`: how the load makes new
         rows, "mean" or "model", as `resized` of `modicum.torch.load`."""
         for context in self.loadings:
             for whole, built in context._built.items():
                 if model in [*whole.modules()]:
-                    note_resized(whole, built, transformers.embeddings_of(model), how)
+                    note_resized(whole, built, transformers.embeddings_of(model), rule)
 
     @property
     def is_exempt(self) -> bool:
@@ -285,15 +288,17 @@ class _Scripts:
         """Called when a model was built without Modicum."""
         self.loadings[-1]._exempt.add(model)
 
-    def _record(self, module: nn.Module) -> Built | None:
+    def _record(self, module: nn.Module) -> BuiltModel | None:
         """The facts about a module that was built without values; None for other modules."""
-        return next((of for context in self.loadings if (of := context._built.get(module))), None)
+        return next(
+            (record for context in self.loadings if (record := context._built.get(module))), None
+        )
 
-    def _roots(self, model: nn.Module) -> dict[nn.Module, Built]:
+    def _roots(self, model: nn.Module) -> dict[nn.Module, BuiltModel]:
         """The outermost models inside `model` that were built without values."""
         if built := self._record(model):
             return {model: built}
-        return {m: of for child in model.children() for m, of in self._roots(child).items()}
+        return {m: record for child in model.children() for m, record in self._roots(child).items()}
 
     def _filled(self, model: nn.Module) -> None:
         """Notes that a model has its values: removes its guards."""
@@ -378,22 +383,22 @@ class _Scripts:
     def _placing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            made = original(accelerator, model, *args, **kwargs)
+            prepared = original(accelerator, model, *args, **kwargs)
             self.fill(model)  # one that accelerate has not sharded, such as a reference model
-            return made
+            return prepared
 
         return prepare_model
 
     def _sharding_reference(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def prepare_fsdp(model: nn.Module, accelerator: Any) -> Any:
-            made = original(model, accelerator)
-            self.fill(made)
-            return made
+            prepared = original(model, accelerator)
+            self.fill(prepared)
+            return prepared
 
         return prepare_fsdp
 
-    def _unfilled_in(self, model: nn.Module) -> tuple[nn.Module, Built] | None:
+    def _unfilled_in(self, model: nn.Module) -> tuple[nn.Module, BuiltModel] | None:
         """The model in `model` that was built without values and has none yet; None if there is no
         such model."""
         roots = self._roots(model)

@@ -15,7 +15,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
-from modicum.torch.accelerate.unfilled import Built, refuse_changed, rows_kept, written_buffers
+from modicum.torch.accelerate.unfilled import BuiltModel, refuse_changed, rows_kept, written_buffers
 from modicum.torch.loading.around import giving
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load_by
@@ -33,7 +33,7 @@ _CHUNK = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
-class Before:
+class UnshardedFacts:
     """Facts about a model that is to be filled, from before it is sharded; by its names."""
 
     structure: Structure
@@ -45,7 +45,7 @@ class Before:
     """From `rows_kept`."""
 
 
-def examined(model: nn.Module, root: nn.Module, built: Built) -> Before:
+def examined(model: nn.Module, root: nn.Module, built: BuiltModel) -> UnshardedFacts:
     """The facts about a model in which `root` was built without values. Raises `UsageError` if the
     script has changed what the load would overwrite or misplace."""
     structure = structure_of(model)
@@ -53,7 +53,7 @@ def examined(model: nn.Module, root: nn.Module, built: Built) -> Before:
     refuse_changed(structure, built, keys)
     passed = dtypes_passed(structure, built, keys)
     written = written_buffers(structure, built, keys)
-    return Before(structure, passed, written, rows_kept(structure, built, keys))
+    return UnshardedFacts(structure, passed, written, rows_kept(structure, built, keys))
 
 
 @contextmanager
@@ -62,14 +62,16 @@ def _bound(bindings: Bindings | None) -> Iterator[list[AdamW]]:
     allocates their state. Afterwards the groups hold accelerate's placeholders again, which
     accelerate will replace. Yields the optimizers that are `modicum.torch.AdamW`."""
     optimizers = bindings.optimizers if bindings else []
-    given = [[list(group["params"]) for group in one.param_groups] for one in optimizers]
+    placeholders = [
+        [list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers
+    ]
     if bindings:
         bindings.exchange()
     try:
-        yield [one for one in optimizers if isinstance(one, AdamW)]
+        yield [optimizer for optimizer in optimizers if isinstance(optimizer, AdamW)]
     finally:
-        for one, lists in zip(optimizers, given, strict=True):
-            for group, params in zip(one.param_groups, lists, strict=True):
+        for optimizer, lists in zip(optimizers, placeholders, strict=True):
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
 
 
@@ -78,7 +80,7 @@ def shard_and_load(
     shard: Callable[..., Any],
     bindings: Bindings | None,
     model: nn.Module,
-    found: tuple[nn.Module, Built],
+    found: tuple[nn.Module, BuiltModel],
 ) -> Any:
     """Shards a model by accelerate's function `shard`, and loads it; returns the sharded model.
     `found`: the module in `model` that was built without values, and facts about it."""
@@ -131,7 +133,9 @@ def _naming_tokens(structure: Structure) -> Iterator[None]:
         raise
 
 
-def load_rounded(model: nn.Module, built: Built, before: Before, bindings: Bindings | None) -> None:
+def load_rounded(
+    model: nn.Module, built: BuiltModel, before: UnshardedFacts, bindings: Bindings | None
+) -> None:
     """Loads the values that the model would have under accelerate, which casts each stored value to
     its dtypes in `before.passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, before.passed, built.source)
@@ -177,8 +181,10 @@ def _digests_of(model: nn.Module, buffers: Collection[str]) -> dict[str, bytes]:
     """A digest of this rank's part of each parameter that has values and of each buffer of
     `buffers`, by name."""
     digests = {}
-    own = ((name, one) for name, one in model.named_buffers() if canonical(name) in buffers)
-    for name, tensor in (*model.named_parameters(), *own):
+    named_buffers = (
+        (name, buffer) for name, buffer in model.named_buffers() if canonical(name) in buffers
+    )
+    for name, tensor in (*model.named_parameters(), *named_buffers):
         if not tensor.is_meta:
             values: Any = as_bytes(local_of(tensor).cpu().contiguous()).numpy()
             digests[name] = hashlib.blake2b(values, digest_size=16).digest()
@@ -197,7 +203,7 @@ def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes])
 
 
 def dtypes_passed(
-    structure: Structure, built: Built, keys: Mapping[str, str]
+    structure: Structure, built: BuiltModel, keys: Mapping[str, str]
 ) -> dict[str, list[torch.dtype]]:
     """For each name of a floating-point tensor on meta the dtypes to which accelerate would cast
     the stored value, in order: the one in which `from_pretrained` loads it, and the present one."""

@@ -36,7 +36,7 @@ _WITHOUT_VALUES = re.compile(
 
 
 @dataclass
-class Noted:
+class NotedParameter:
     """A parameter of a model without values, as it was built or resized."""
 
     tensor: nn.Parameter
@@ -50,11 +50,11 @@ class Noted:
     """The least number of rows that it had since: later rows are new."""
 
     @classmethod
-    def of(cls, name: str, tensor: nn.Parameter) -> "Noted":
+    def of(cls, name: str, tensor: nn.Parameter) -> "NotedParameter":
         rows = len(tensor) if tensor.dim() else 0
         return cls(tensor, tensor.dtype, _version(name, tensor), rows, rows)
 
-    def carried(self, name: str, copy: nn.Parameter) -> "Noted":
+    def carried(self, name: str, copy: nn.Parameter) -> "NotedParameter":
         """The same facts about a parameter that replaces this one; a write to this one counts as a
         write to it."""
         writes = version_of(self.tensor) - self.version
@@ -70,14 +70,14 @@ def _version(name: str, parameter: nn.Parameter) -> int:
 
 
 @dataclass(eq=False)
-class Built:
+class BuiltModel:
     """Facts about a model without values."""
 
     loading: Any
     """The `Loading` that loads it."""
     source: Path | None
     """The checkpoint; None: all tensors are initialised by the model's own rules."""
-    parameters: dict[str, Noted] = field(default_factory=dict)
+    parameters: dict[str, NotedParameter] = field(default_factory=dict)
     """The parameters by the names with which they were built; empty once the model has values."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """Copies of the persistent buffers as they were built, by name."""
@@ -92,11 +92,13 @@ class Built:
         return self.loading._arguments | {"resized": self.resized}
 
 
-def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], None]) -> None:
+def note(
+    model: nn.Module, built: BuiltModel, register: Callable[[nn.Module, BuiltModel], None]
+) -> None:
     """Notes the model's parameters and persistent buffers, calls `register(model, built)` and
     guards the model. A deep copy of it is noted, registered and guarded as well."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        built.parameters[name] = Noted.of(name, parameter)
+        built.parameters[name] = NotedParameter.of(name, parameter)
     for path, module in model.named_modules():
         for leaf, buffer in buffers_of(module).items():
             if buffer is not None and is_persistent(module, leaf):
@@ -104,7 +106,9 @@ def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], 
     _watch(model, built, register)
 
 
-def _watch(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], None]) -> None:
+def _watch(
+    model: nn.Module, built: BuiltModel, register: Callable[[nn.Module, BuiltModel], None]
+) -> None:
     register(model, built)
     for module in model.modules():
         if parameters_of(module):
@@ -113,33 +117,35 @@ def _watch(model: nn.Module, built: Built, register: Callable[[nn.Module, Built]
     def deepcopy(memo: dict[int, Any]) -> nn.Module:
         vars(model).pop("__deepcopy__")
         try:
-            made = copy.deepcopy(model, memo)
+            duplicate = copy.deepcopy(model, memo)
         finally:
             vars(model)["__deepcopy__"] = deepcopy
         copied = {
-            name: of.carried(name, memo[id(of.tensor)])
-            for name, of in built.parameters.items()
-            if id(of.tensor) in memo
+            name: record.carried(name, memo[id(record.tensor)])
+            for name, record in built.parameters.items()
+            if id(record.tensor) in memo
         }
-        _watch(made, replace(built, parameters=copied), register)
-        return made
+        _watch(duplicate, replace(built, parameters=copied), register)
+        return duplicate
 
     vars(model)["__deepcopy__"] = deepcopy
 
 
-def note_resized(model: nn.Module, built: Built, modules: Collection[nn.Module], how: str) -> None:
-    """Notes that `modules` of the model were resized. `how`: "mean" or "model"."""
-    if built.resized not in (None, how):
+def note_resized(
+    model: nn.Module, built: BuiltModel, modules: Collection[nn.Module], rule: str
+) -> None:
+    """Notes that `modules` of the model were resized. `rule`: "mean" or "model"."""
+    if built.resized not in (None, rule):
         what = "resize_token_embeddings with and without mean_resizing in one model"
         raise refusal("UNSUPPORTED", what)
-    built.resized = how
-    resized = {id(one) for module in modules for one in parameters_of(module).values()}
+    built.resized = rule
+    resized = {id(parameter) for module in modules for parameter in parameters_of(module).values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in resized:
-            of = built.parameters.get(name, Noted.of(name, parameter))
-            if of.tensor is not parameter:
-                of = of.carried(name, parameter)
-            built.parameters[name] = replace(of, kept=min(of.kept, len(parameter)))
+            record = built.parameters.get(name, NotedParameter.of(name, parameter))
+            if record.tensor is not parameter:
+                record = record.carried(name, parameter)
+            built.parameters[name] = replace(record, kept=min(record.kept, len(parameter)))
     for module in modules:
         guard(module)
 
@@ -177,13 +183,13 @@ def _refuse_state(
             raise refusal("USAGE", what, tensor=prefix + name)
 
 
-def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) -> None:
+def refuse_changed(structure: Structure, built: BuiltModel, keys: Mapping[str, str]) -> None:
     """Raises `UsageError` if a parameter was written to while it had no values, if it is no longer
     where it was built, or if an adapter is on meta that is not to begin as a base tensor. `keys`:
     from `keys_of`."""
     names: dict[int, list[str]] = {}
-    for name, of in built.parameters.items():
-        names.setdefault(id(of.tensor), []).append(name)
+    for name, record in built.parameters.items():
+        names.setdefault(id(record.tensor), []).append(name)
     sources = {name: group[0] for group in ties_of(structure) for name in group}
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
@@ -200,20 +206,20 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
         # A tensor that the script has sharded is a new one.
         if noted is None or is_copy or hasattr(member.tensor, "placements"):
             continue
-        own = names.get(id(member.tensor), ["a parameter that was not in the built model"])
+        built_names = names.get(id(member.tensor), ["a parameter that was not in the built model"])
         is_source = sources.get(name, name) == name
-        if built.source is not None and is_source and keys[name] not in own:
+        if built.source is not None and is_source and keys[name] not in built_names:
             what = "a parameter was moved or copied before it had values, and would get those of "
             what += "its present name: do it after prepare, or build the model within "
             what += "loading.exempt()"
-            raise refusal("USAGE", what, tensor=name, expected=keys[name], got=own[0])
-        if built.parameters.get(own[0], noted).version != version_of(member.tensor):
+            raise refusal("USAGE", what, tensor=name, expected=keys[name], got=built_names[0])
+        if built.parameters.get(built_names[0], noted).version != version_of(member.tensor):
             what = "a parameter was written to before it had values: write to it (or merge "
             what += "adapters) after prepare, or build the model within loading.exempt()"
             raise refusal("USAGE", what, tensor=name)
 
 
-def written_buffers(structure: Structure, built: Built, keys: Mapping[str, str]) -> set[str]:
+def written_buffers(structure: Structure, built: BuiltModel, keys: Mapping[str, str]) -> set[str]:
     """The names of persistent buffers that do not have the values with which they were built, at
     most cast to another dtype."""
     written = set()
@@ -222,22 +228,25 @@ def written_buffers(structure: Structure, built: Built, keys: Mapping[str, str])
         if isinstance(now, nn.Parameter) or now.is_meta or hasattr(now, "placements"):
             continue
         if before is None or not torch.equal(
-            *(as_bytes(one.detach().to("cpu", now.dtype).contiguous()) for one in (now, before))
+            *(
+                as_bytes(tensor.detach().to("cpu", now.dtype).contiguous())
+                for tensor in (now, before)
+            )
         ):
             written.add(name)
     return written
 
 
-def rows_kept(structure: Structure, built: Built, keys: Mapping[str, str]) -> dict[str, int]:
+def rows_kept(structure: Structure, built: BuiltModel, keys: Mapping[str, str]) -> dict[str, int]:
     """The number of rows that keep stored values, for each parameter that was resized to fewer rows
     and then to more."""
     kept = {}
     for name, member in structure.members.items():
-        of = built.parameters.get(keys[name])
-        if of is None or name in structure.rows or not member.tensor.is_meta:
+        record = built.parameters.get(keys[name])
+        if record is None or name in structure.rows or not member.tensor.is_meta:
             continue
-        if of.kept < min(of.rows, member.tensor.shape[0] if member.tensor.dim() else 0):
-            kept[name] = of.kept
+        if record.kept < min(record.rows, member.tensor.shape[0] if member.tensor.dim() else 0):
+            kept[name] = record.kept
     return kept
 
 

@@ -43,7 +43,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
         return False
 
 
-class Emptied:
+class EmptiedMemory:
     """The tensors of a model that `to_empty` has left without values, found before a load.
 
     A non-persistent buffer is compared with the result of the model's own rule. If they differ, the
@@ -95,20 +95,20 @@ class Emptied:
         """Notes buffers that differ from their rule. Returns whether any of them shows that
         `to_empty` has allocated the model's memory."""
         is_emptied = False
-        made = set()
+        computed = set()
         for name, value in makes(found):
             buffer, never_written = found[name]
-            made.add(name)
+            computed.add(name)
             value = value.to(buffer.dtype)
-            own = whole_of(buffer, name, ": buffers='keep' leaves it alone")
-            if torch.equal(value, own.detach().cpu()):
+            present = whole_of(buffer, name, ": buffers='keep' leaves it alone")
+            if torch.equal(value, present.detach().cpu()):
                 continue
             is_emptied |= never_written
             if everything or never_written:
                 self._values[name] = buffer, dtensor_like(buffer, value.clone())
             else:
                 self._differ.append(name)
-        self._unknown = [n for n, (_, never) in found.items() if never and n not in made]
+        self._unknown = [n for n, (_, never) in found.items() if never and n not in computed]
         return is_emptied
 
     def restore(self, loaded: Container[str]) -> None:
@@ -154,14 +154,19 @@ def _examined(
     on meta and empty buffers are never returned."""
     around = dict(_smallest_with_parameters(model))
     found = {}
-    for name, of in tensors.items():
-        if of.is_parameter or of.is_persistent or of.tensor.is_meta or of.tensor.numel() == 0:
+    for name, entry in tensors.items():
+        if (
+            entry.is_parameter
+            or entry.is_persistent
+            or entry.tensor.is_meta
+            or entry.tensor.numel() == 0
+        ):
             continue
-        module = around[id(of.module)]
+        module = around[id(entry.module)]
         parameters = [] if module is None else [*module.parameters()]
         is_real = not any(parameter.is_meta for parameter in parameters)
-        if everything or (is_real and is_unwritten(of.tensor)):
-            found[name] = of.tensor, module is not None and _has_no_values(module)
+        if everything or (is_real and is_unwritten(entry.tensor)):
+            found[name] = entry.tensor, module is not None and _has_no_values(module)
     return found
 
 
@@ -175,10 +180,10 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
     """(id of a module, the smallest module with parameters that contains it or is it)."""
 
     def below(module: nn.Module, outer: nn.Module | None) -> Iterator[Any]:
-        own = outer if next(module.parameters(), None) is None else module
-        yield id(module), own
+        smallest = outer if next(module.parameters(), None) is None else module
+        yield id(module), smallest
         for child in module.children():
-            yield from below(child, own)
+            yield from below(child, smallest)
 
     return below(model, None)
 
@@ -202,8 +207,8 @@ def _never_written(tensors: dict[str, ModelTensor]) -> list[str]:
     """The names of parameters and persistent buffers with memory that was never written."""
     return [
         name
-        for name, of in tensors.items()
-        if (of.is_parameter or of.is_persistent)
-        and not of.tensor.is_meta
-        and is_unwritten(of.tensor)
+        for name, entry in tensors.items()
+        if (entry.is_parameter or entry.is_persistent)
+        and not entry.tensor.is_meta
+        and is_unwritten(entry.tensor)
     ]

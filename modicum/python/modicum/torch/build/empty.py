@@ -59,8 +59,8 @@ def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
     """Zeros with dtype, shape and strides of `like`; large ones are committed when written."""
     nbytes = like.untyped_storage().nbytes()
     if device.type != "cpu" or nbytes < _LARGE_BYTES:
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-        return made.zero_()
+        zeros = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return zeros.zero_()
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype, device=_CPU).set_(storage, 0, like.shape, like.stride())
@@ -133,9 +133,9 @@ class _Memory(TorchDispatchMode):
         """A buffer on the CPU in place of one on meta, with its values if its maker is known."""
         _, maker = self._makers.get(storage_id(buffer), (None, None))
         if maker is not None:
-            made = maker()
-            if made.shape == buffer.shape and made.stride() == buffer.stride():
-                return made
+            tensor = maker()
+            if tensor.shape == buffer.shape and tensor.stride() == buffer.stride():
+                return tensor
         zeros = _zeros(buffer)
         self._note(zeros, computed=False)
         return zeros
@@ -198,20 +198,20 @@ class _Memory(TorchDispatchMode):
             is_large = like.untyped_storage().nbytes() >= _LARGE_BYTES
             return like if is_large else func(*args, **kwargs)
         try:
-            made = _zeros(like, device)
+            zeros = _zeros(like, device)
         except OSError:
             return like
-        self._note(made, computed=packet in _ZEROS)
-        return made
+        self._note(zeros, computed=packet in _ZEROS)
+        return zeros
 
     def _make_like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """Makes a tensor like one on meta: on meta, since the two will be combined. Keeps a
         function that makes it on the CPU, in case it becomes a buffer."""
-        made = func(*args, **kwargs)
+        tensor = func(*args, **kwargs)
         if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
             maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
-            self._makers[storage_id(made)] = StorageWeakRef(made.untyped_storage()), maker
-        return made
+            self._makers[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage()), maker
+        return tensor
 
     def _resize(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         storage = args[0].untyped_storage()

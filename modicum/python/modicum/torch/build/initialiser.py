@@ -139,22 +139,22 @@ class Initialiser:
         """The tensors that rules make in the module of `asked`, and these rules."""
         group = _Group(asked.module, _label_of(asked, structure))
         constructors, rules = self._rules.of(asked)
-        made = self._made_by(rules, asked)
+        regions_by_name = self._made_by(rules, asked)
 
         def is_made(attribute: str) -> bool:
-            return is_whole(siblings[attribute].tensor.numel(), made.get(attribute, []))
+            return is_whole(siblings[attribute].tensor.numel(), regions_by_name.get(attribute, []))
 
         if not all(is_made(attribute) for attribute in siblings):
             # The constructors' rules make tensors that the other rules do not.
             rules = [*constructors, *rules]
-            made = self._made_by(rules, asked)
+            regions_by_name = self._made_by(rules, asked)
         group.rules = [rule for rule in rules if self._made_by([rule], asked)]
-        group.members = {name: of for name, of in siblings.items() if is_made(name)}
+        group.members = {name: member for name, member in siblings.items() if is_made(name)}
         return group
 
     def _made_by(self, rules: Iterable[Rule], asked: Member) -> dict[str, list[Region]]:
         """The regions that the rules write, by attribute of the module of `asked`."""
-        made: dict[str, list[Region]] = {}
+        regions_by_name: dict[str, list[Region]] = {}
         for rule in rules:
             try:
                 slots = self._rules.made_by(rule)
@@ -163,20 +163,20 @@ class Initialiser:
                 raise _failed(rule, error, asked.name, more) from error
             for (module, attribute), regions in slots.items():
                 if module == id(asked.module):
-                    made.setdefault(attribute, []).extend(regions)
-        return made
+                    regions_by_name.setdefault(attribute, []).extend(regions)
+        return regions_by_name
 
     def _make(self, group: _Group, asked: str) -> None:
         """Makes the group's tensors. `asked`: the tensor that errors name."""
-        made: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for attribute, member in group.members.items():
             shape, dtype = tuple(member.tensor.shape), member.tensor.dtype
             self._tensors[attribute] = self._empty(shape, dtype=dtype)
-            made[attribute] = like(member.tensor, self._tensors[attribute])
+            tensors[attribute] = like(member.tensor, self._tensors[attribute])
 
         def tensor_for(module: nn.Module, attribute: str, tensor: torch.Tensor) -> Any:
-            if module is group.module and attribute in made:
-                return made[attribute]
+            if module is group.module and attribute in tensors:
+                return tensors[attribute]
             return self._rules.outline_for(module, attribute, tensor)
 
         words = f"{self._seed} {group.label}".encode()
@@ -186,7 +186,7 @@ class Initialiser:
                 try:
                     copies = stand_ins(rule, tensor_for)
                     rule.run(copies[id(rule.module)])
-                    _take_back(copies[id(group.module)], made)
+                    _take_back(copies[id(group.module)], tensors)
                 except Exception as error:  # the model's code, which may raise anything
                     raise _failed(rule, error, asked) from error
 
@@ -194,12 +194,12 @@ class Initialiser:
 def _take_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Copies the values of tensors that a rule has replaced instead of written."""
     for attribute, tensor in tensors.items():
-        made = tensor_of(module, attribute)
-        if made is not None and made is not tensor:
-            if made.shape != tensor.shape:
+        result = tensor_of(module, attribute)
+        if result is not None and result is not tensor:
+            if result.shape != tensor.shape:
                 expected = list(tensor.shape)
-                raise ValueError(f"{attribute}: expected {expected}, got {list(made.shape)}")
-            tensor.copy_(made)
+                raise ValueError(f"{attribute}: expected {expected}, got {list(result.shape)}")
+            tensor.copy_(result)
 
 
 def _label_of(member: Member, structure: Structure) -> str:

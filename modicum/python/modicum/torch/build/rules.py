@@ -66,14 +66,14 @@ class Outline(torch.Tensor):
     """
 
     inner: torch.Tensor  # type: ignore[assignment]  # the same tensor on meta
-    made: list[Region]  # the regions that were written; the same list for all views
+    regions: list[Region]  # the regions that were written; the same list for all views
 
     __torch_function__ = NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, made: list[Region] | None = None) -> "Outline":
+    def __new__(cls, inner: torch.Tensor, regions: list[Region] | None = None) -> "Outline":
         outline: Outline = without_memory(cls, inner, "cpu")
-        outline.inner, outline.made = inner, [] if made is None else made
+        outline.inner, outline.regions = inner, [] if regions is None else regions
         return outline
 
     @classmethod
@@ -98,7 +98,7 @@ class Outline(torch.Tensor):
             if not isinstance(value, torch.Tensor):
                 return value
             storage = storage_id(value)
-            views = (o.made for o in outlines if storage_id(o.inner) == storage)
+            views = (o.regions for o in outlines if storage_id(o.inner) == storage)
             return Outline(value, next(views, None))
 
         on_meta = {"device": torch.device("meta")} if "device" in kwargs else {}
@@ -115,19 +115,19 @@ def _note_writes(func: Any, args: Any, kwargs: Any) -> None:
             continue
         if isinstance(value, Outline):
             if argument.is_out or operator_name(func) in _MAKES:
-                value.made.append((value.size(), value.stride(), value.storage_offset()))
+                value.regions.append((value.size(), value.stride(), value.storage_offset()))
         elif isinstance(value, torch.Tensor):
             raise ValueError("it depends on the values of a tensor that it does not initialise")
 
 
-def is_whole(numel: int, made: Sequence[Region]) -> bool:
+def is_whole(numel: int, regions: Sequence[Region]) -> bool:
     """Whether the regions cover a tensor of `numel` elements."""
-    if numel == 0 or any(math.prod(size) == numel for size, _, _ in made):
+    if numel == 0 or any(math.prod(size) == numel for size, _, _ in regions):
         return True
-    if not made:
+    if not regions:
         return False
     is_made = torch.zeros(numel, dtype=torch.bool, device="cpu")
-    for size, strides, offset in made:
+    for size, strides, offset in regions:
         is_made.as_strided(size, strides, offset).fill_(True)
     return bool(is_made.all())
 
@@ -175,9 +175,9 @@ def stand_ins(rule: Rule, tensor_for: TensorFor) -> dict[int, nn.Module]:
         parameters, buffers = (
             {
                 name: None if tensor is None else tensor_for(module, name, tensor)
-                for name, tensor in own.items()
+                for name, tensor in tensors.items()
             }
-            for own in (parameters_of(module), buffers_of(module))
+            for tensors in (parameters_of(module), buffers_of(module))
         )
         children = {
             name: unwrapped(child) if rule.is_bare and child is not None else child
@@ -231,7 +231,7 @@ class Rules:
 
             def outline_for(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
                 outline = self.outline_for(module, name, tensor)
-                outline.made.clear()
+                outline.regions.clear()
                 seen[id(module), name] = module, outline
                 return outline
 
@@ -241,8 +241,8 @@ class Rules:
             for (_, name), (module, outline) in seen.items():
                 now = tensor_of(copies[id(module)], name)
                 if now is not None and now is not outline:  # replaced
-                    outline.made.append((outline.size(), outline.stride(), 0))
-            self._made[rule] = {slot: [*o.made] for slot, (_, o) in seen.items() if o.made}
+                    outline.regions.append((outline.size(), outline.stride(), 0))
+            self._made[rule] = {slot: [*o.regions] for slot, (_, o) in seen.items() if o.regions}
         return self._made[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
@@ -268,8 +268,8 @@ class Rules:
         if model is None:
             return None
 
-        def run(one: nn.Module) -> None:
-            initialise(one if model is module else model, one)
+        def run(stand_in: nn.Module) -> None:
+            initialise(stand_in if model is module else model, stand_in)
 
         return self._once(module, "weights", lambda: Rule(module, run, is_bare=True))
 
@@ -301,11 +301,11 @@ class Rules:
         return self._once(chain[-1], f"adapter {adapter}", make)
 
 
-def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """`made` as a parameter if `tensor` is one, with its `requires_grad`."""
+def like(tensor: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
+    """`replacement` as a parameter if `tensor` is one, with its `requires_grad`."""
     if not isinstance(tensor, nn.Parameter):
-        return made
-    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return replacement
+    return nn.Parameter(replacement, requires_grad=tensor.requires_grad)
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,8 +322,8 @@ def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[Any], An
     if len(names) != 1 or config is None:
         return None
     parameters = inspect.signature(getattr(layer, names[0])).parameters
-    given = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
+    arguments = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
     starts = {n: v for n, v in vars(config).items() if re.fullmatch(r"init_(\w+_)?weights", n)}
     if any(value is not True for name, value in starts.items() if name not in parameters):
         return None
-    return lambda one: _call(names[0], one, adapter, **given)
+    return lambda stand_in: _call(names[0], stand_in, adapter, **arguments)

@@ -74,14 +74,14 @@ class ModicumReader(PathReader):
             FormatError, IoError: as for `modicum.torch.load`.
         """
         values = read_options("ModicumReader", LoadRules, rules, _RULING)
-        how = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
-        self._model, self._how = model, {"rules": values, **how}
+        policy = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
+        self._model, self._options = model, {"rules": values, **policy}
         self._is_of_files = rules is not None
         self._open(source)
 
     def _open(self, source: Source) -> None:
         kind = StateDictReader if not self._is_of_files and _is_saved(source) else FilesReader
-        self._reader: FilesReader | StateDictReader = kind(source, self._model, **self._how)
+        self._reader: FilesReader | StateDictReader = kind(source, self._model, **self._options)
 
     @property
     def checkpoint_id(self) -> Source:

@@ -28,7 +28,7 @@ from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import structure_of
-from modicum.torch.build.emptied import Emptied
+from modicum.torch.build.emptied import EmptiedMemory
 from modicum.torch.dcp.boxes import Target, boxed, cast_to, check_place, described, described_tensor
 from modicum.torch.dcp.reading import PathReader, done, reading_by
 from modicum.torch.loading.compared import compared_by_all
@@ -36,7 +36,7 @@ from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.choosing import Chosen, chosen_step
+from modicum.torch.saving.choosing import ChosenStep, chosen_step
 from modicum.torch.saving.extra import COMMON, common_of
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
@@ -144,13 +144,13 @@ class FilesReader(PathReader):
 
     # ---- the checkpoint's tensors
 
-    def _emptied(self) -> Emptied | None:
+    def _emptied(self) -> EmptiedMemory | None:
         """What `to_empty` has left without values in this rank's model. Not collective: ranks may
         have different models. Only rank 0 warns."""
         if self._model is None:
             return None
         structure = structure_of(self._model)
-        return Emptied(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
+        return EmptiedMemory(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
@@ -164,9 +164,9 @@ class FilesReader(PathReader):
         """The targets, by each name under which a state dict may have them: canonical names, and
         names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
-        for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
-            node = nodes[made["alias_of"] or made["name"]]
-            targets[made["name"]] = Target(node, made["dtype"], tuple(made["shape"]))
+        for target in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
+            node = nodes[target["alias_of"] or target["name"]]
+            targets[target["name"]] = Target(node, target["dtype"], tuple(target["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
@@ -193,14 +193,14 @@ class FilesReader(PathReader):
         """The places of DTensors with strided shards. Such a shard may consist of several boxes,
         but DCP's plan has at most one box for it, which may be wrong."""
         shardings, parameters = Shardings(), self._parameters()
-        for fqn, held in state.items():
-            if fqn not in self._targets or not isinstance(held, DTensor):
+        for fqn, value in state.items():
+            if fqn not in self._targets or not isinstance(value, DTensor):
                 continue
-            parts = zip(held.placements, held.device_mesh.shape, strict=True)
+            parts = zip(value.placements, value.device_mesh.shape, strict=True)
             if not any(isinstance(placement, strided_shard()) and n > 1 for placement, n in parts):
                 continue
-            found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
-            target, tensor = self._targets[fqn], held.to_local().detach()
+            found = shardings.of(value, fqn, alias_of=parameters.get(canonical(fqn)))
+            target, tensor = self._targets[fqn], value.to_local().detach()
             check_place(fqn, target, tensor)
             node = cast_to(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
@@ -249,17 +249,17 @@ class _Part(FilesReader):
     """A reader of one part of a step, with tensors under the keys of the state dict."""
 
     def __init__(
-        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **how: Any
+        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **options: Any
     ) -> None:
         """`keys`: returns the key of a tensor's name."""
         self._key = keys
-        super().__init__(source, model, **how)
+        super().__init__(source, model, **options)
 
     def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
-        return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
+        return {self._key(name): target for name, target in super()._targets_of(recipe).items()}
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        return {self._key(name): of for name, of in super()._parameters().items()}
+        return {self._key(name): parameter for name, parameter in super()._parameters().items()}
 
 
 class _State(_Part):
@@ -270,7 +270,11 @@ class _State(_Part):
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         names = self._checkpoint.stored
         owners = {name: self.parameters.get(name.rpartition(".")[0]) for name in names}
-        return {self._key(name): of for name, of in owners.items() if of is not None}
+        return {
+            self._key(name): parameter
+            for name, parameter in owners.items()
+            if parameter is not None
+        }
 
 
 class StateDictReader(PathReader):
@@ -288,7 +292,7 @@ class StateDictReader(PathReader):
         """`root`: a step, or the directory of all steps. Other arguments are as of `FilesReader`;
         `rules` has the defaults."""
         self._model = model
-        self._how: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
+        self._options: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
         self.reset(root)
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
@@ -309,25 +313,27 @@ class StateDictReader(PathReader):
                 if is_last or not is_gone(chosen.path):
                     raise
 
-    def _open_step(self, chosen: Chosen) -> None:
+    def _open_step(self, chosen: ChosenStep) -> None:
         self.checkpoint_id = step = chosen.path
         self._opened = str(step.absolute()), chosen.facts["uuid"]
         facts = _facts_of(chosen)
         at = facts.model_at
-        self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
+        self._parts = [
+            _Part(step, self._model, lambda name: flat_key((*at, name)), **self._options)
+        ]
         self._values = facts.values
         if facts.optim_at is not None:
             self._open_state(chosen, facts.optim_at, facts)
 
-    def _open_state(self, chosen: Chosen, at: Place, facts: Facts) -> None:
+    def _open_state(self, chosen: ChosenStep, at: Place, facts: Facts) -> None:
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
         if chosen.facts["has_state"]:
             self._parts.append(self._state_of(chosen.path, key_of))
         numbers = numbers_of(text_in(chosen.files[STATE], STATE))
-        for fqn, own in numbers.items():
-            self._values |= {key_of(f"{fqn}.{key}"): value for key, value in own.items()}
+        for fqn, entry_numbers in numbers.items():
+            self._values |= {key_of(f"{fqn}.{key}"): value for key, value in entry_numbers.items()}
         for index, group in enumerate(facts.param_groups):
             # A flattened state dict has the options by parameter name, others by group index.
             names = group.pop("params") if facts.is_flat else [index]
@@ -336,7 +342,7 @@ class StateDictReader(PathReader):
                     self._values[flat_key((*at, "param_groups", name, option))] = value
 
     def _state_of(self, step: Path, keys: Callable[[str], str]) -> _State:
-        part = _State(step / "optimizer", None, keys, **self._how)
+        part = _State(step / "optimizer", None, keys, **self._options)
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         part.parameters = {canonical(name): parameter for name, parameter in named}
         return part
@@ -382,8 +388,8 @@ class StateDictReader(PathReader):
                 left.pop((item.dest_index, item.storage_index))
         for part in self._parts:
             targets = part.read_metadata().state_dict_metadata
-            own = [item for item in left.values() if item.storage_index.fqn in targets]
-            part._read(LoadPlan(own), planner)
+            items = [item for item in left.values() if item.storage_index.fqn in targets]
+            part._read(LoadPlan(items), planner)
 
     def _follow(self, path: str, uuid: str) -> None:
         """Opens the coordinator's step, if this rank has chosen another one: a step may appear or
@@ -429,7 +435,7 @@ def is_written(step: Path) -> bool:
     return facts_in(common_of(document), COMMON) is not None
 
 
-def _facts_of(chosen: Chosen) -> Facts:
+def _facts_of(chosen: ChosenStep) -> Facts:
     """The facts about the state dict that `Writer` has saved."""
     facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:

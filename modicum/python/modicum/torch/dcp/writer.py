@@ -24,11 +24,18 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.planning import Ask, Parts, Planned, planned_of, root_of, state_of
+from modicum.torch.saving.planning import (
+    Parts,
+    PlannedSave,
+    SaveRequest,
+    planned_of,
+    root_of,
+    state_of,
+)
 from modicum.torch.saving.running import publish, write
 from modicum.torch.saving.state_dicts import (
-    Named,
-    Split,
+    NamedTensors,
+    SplitStateDict,
     common_facts,
     goal_as_stored,
     groups_text,
@@ -39,7 +46,7 @@ from modicum.torch.saving.state_dicts import (
 )
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
-from modicum.torch.saving.writing import Flight, StateWriting
+from modicum.torch.saving.writing import StateWriting, StepInFlight
 from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
@@ -105,14 +112,14 @@ class ModicumWriter(StorageWriter, AsyncStager):
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer = model, optimizer
         self._form = Form(**files, staging=holding["staging"], adapters=False)
-        self._how: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "keep": keep,
             "ledger": holding["ledger"] or _modicum.Ledger(),
             "budget": budget,
         }
         self._at = (root_of(run), step)
-        self._flight = Flight()
-        self._kept: tuple[Planned, int] | None = None
+        self._flight = StepInFlight()
+        self._kept: tuple[PlannedSave, int] | None = None
         self.path: str | None = None
         """The directory of the committed step, on rank 0; else None."""
 
@@ -126,7 +133,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: Source | None = None) -> None:
         """Begins a save. `checkpoint_id`: RUN/step-N, in place of `run` and `step`; or None."""
         self._flight.end()
-        self._flight, self._kept, self.path = Flight(), None, None
+        self._flight, self._kept, self.path = StepInFlight(), None, None
         if checkpoint_id is not None:
             path = Path(checkpoint_id).absolute()
             number = path.name.removeprefix("step-")
@@ -192,16 +199,16 @@ class ModicumWriter(StorageWriter, AsyncStager):
 
     # ---- the save
 
-    def _write(self, parts: Split, ranks: Ranks) -> None:
+    def _write(self, parts: SplitStateDict, ranks: Ranks) -> None:
         root, step = self._at
         self._flight.hold(_read(parts))
-        ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
-                  **self._how)  # fmt: skip
+        ask = SaveRequest(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
+                  **self._options)  # fmt: skip
         ranks.agree_on(
             ask.facts() | {"argument source": str(self._form.source)} | common_facts(parts)
         )
         model = None if self._model is None else Model.of(self._model, reshards=True)
-        named = Named({canonical(name): t for name, t in parts.model.items()}, model)
+        named = NamedTensors({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:
             goal = goal_as_stored(named.tensors, self._form.source, ranks)
         else:
@@ -221,7 +228,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         self._kept = planned, ranks.world_size
 
 
-def _read(parts: Split) -> Iterator[tuple[str, Any]]:
+def _read(parts: SplitStateDict) -> Iterator[tuple[str, Any]]:
     """(name, value) for the tensors that the save reads, among other values of the state."""
     yield from parts.model.items()
     for name, entry in (parts.optim or {"state": {}})["state"].items():

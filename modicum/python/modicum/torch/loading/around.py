@@ -14,14 +14,14 @@ from modicum.torch.loading.planning import Size
 
 
 @dataclass(frozen=True)
-class _Around:
+class _CallContext:
     ledger: _modicum.Ledger | None = None
     budget: Size | None = None
     loaded: Callable[[nn.Module], None] | None = None
 
 
-_OUTSIDE = _Around()
-_around: ContextVar[_Around] = ContextVar("modicum_around", default=_OUTSIDE)
+_OUTSIDE = _CallContext()
+_around: ContextVar[_CallContext] = ContextVar("modicum_around", default=_OUTSIDE)
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def giving(
 ) -> Iterator[None]:
     """A context whose calls take `ledger` and `budget`. Calls `loaded` with each model after its
     load. The innermost context applies."""
-    token = _around.set(_Around(ledger, budget, loaded))
+    token = _around.set(_CallContext(ledger, budget, loaded))
     try:
         yield
     finally:

@@ -7,12 +7,12 @@ from modicum.torch.ranks.group import Ranks
 
 
 def compared_by_all(
-    checkpoint: _modicum.Checkpoint, own: str, ranks: Ranks, folder: str = ""
+    checkpoint: _modicum.Checkpoint, outcome: str, ranks: Ranks, folder: str = ""
 ) -> dict[str, Any]:
     """Compares the values that were divided among ranks: the dict of `_modicum.compared_values`.
-    `own`: the outcome's `compared` of this rank. Raises `IntegrityError` on every rank, naming file
-    and tensor, if a value differs. Collective, and a barrier."""
+    `outcome`: the outcome's `compared` of this rank. Raises `IntegrityError` on every rank, naming
+    file and tensor, if a value differs. Collective, and a barrier."""
     found: dict[str, Any] = ranks.gather(
-        own, lambda of_ranks: _modicum.compared_values(checkpoint, of_ranks, folder)
+        outcome, lambda of_ranks: _modicum.compared_values(checkpoint, of_ranks, folder)
     )
     return found

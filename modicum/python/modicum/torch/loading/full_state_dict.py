@@ -17,7 +17,7 @@ from modicum.recipes import LoadRules
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
 from modicum.torch.loading.load import arguments_in, options_of, recipe_arguments
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
-from modicum.torch.loading.planning import Planned, Size, plan_of
+from modicum.torch.loading.planning import PlannedLoad, Size, plan_of
 from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_tokens
 from modicum.torch.loading.running import run
 from modicum.torch.optim.adamw import AdamW
@@ -92,8 +92,8 @@ def load_full_state_dict(
         named = {"optimizer": optimizer, "budget": budget, "dtype": dtype, "progress": progress}
         return named | _options_in("load_full_state_dict", state, dtype, rules, memory)
 
-    how = FullOptions(strict=strict, drops=not strict, consume=consume)
-    return _fill(model, state, how, arguments)[-1]
+    full_options = FullOptions(strict=strict, drops=not strict, consume=consume)
+    return _fill(model, state, full_options, arguments)[-1]
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def _of_accelerate(
 ) -> nn.Module:
     """The call with an accelerator, as in accelerate and axolotl."""
     offload = cpu_offload or offload_to_cpu
-    how = FullOptions(drops=True, scratch=False, offload=offload)
-    return _fill_by_name(model, full_sd, how, options)
+    full_options = FullOptions(drops=True, scratch=False, offload=offload)
+    return _fill_by_name(model, full_sd, full_options, options)
 
 
 def _of_engines(
@@ -196,8 +196,8 @@ def _of_engines(
     """The call with a model first, as in verl, SkyRL and AReaL."""
     offload = bool(cpu_offload) or _is_policy(device_mesh)
     is_strict = strict is not False
-    how = FullOptions(strict=is_strict, drops=not is_strict, offload=offload)
-    return _fill_by_name(model, full_state, how, options)
+    full_options = FullOptions(strict=is_strict, drops=not is_strict, offload=offload)
+    return _fill_by_name(model, full_state, full_options, options)
 
 
 def _is_policy(mesh: Any) -> bool:
@@ -214,7 +214,7 @@ _NAMED = {
 
 
 def _fill_by_name(
-    model: nn.Module, state: Full, how: FullOptions, options: dict[str, Any]
+    model: nn.Module, state: Full, full_options: FullOptions, options: dict[str, Any]
 ) -> nn.Module:
     """Loads, for the frameworks' signatures."""
     function = "fsdp2_load_full_state_dict"
@@ -227,7 +227,7 @@ def _fill_by_name(
         rules, memory = named["rules"], named["memory"]
         return direct | _options_in(function, state, named["dtype"], rules, memory)
 
-    reports = _fill(model, state, replace(how, consume=named["consume"]), arguments)
+    reports = _fill(model, state, replace(full_options, consume=named["consume"]), arguments)
     for report in reports if named["on_report"] else ():
         named["on_report"](report)
     return model
@@ -236,7 +236,7 @@ def _fill_by_name(
 def _fill(
     module: nn.Module,
     full: Full,
-    how: FullOptions,
+    full_options: FullOptions,
     arguments: Callable[[], dict[str, Any]],
 ) -> list[LoadReport]:
     """Loads a dict or a path. `arguments`: as for `load_by`. Returns a report for each load."""
@@ -244,15 +244,17 @@ def _fill(
     with Ranks.of_world().together() as ranks:
         named = arguments()
         options = options_of(named)
-        _require_full(full, how)
+        _require_full(full, full_options)
         model = Model.of(
-            module, adapter=named["adapter"], scratch=how.scratch, buffers_follow_fsdp=True
+            module, adapter=named["adapter"], scratch=full_options.scratch, buffers_follow_fsdp=True
         )
-        _check_offload(model, how.offload)
+        _check_offload(model, full_options.offload)
         require_tokens(model)
-        goals = _goals_of(model, ranks, full, how, named)
-        refuse_gaps(model, {name for goal in goals for name in goal.dtypes}, buffers=how.scratch)
-        planned: list[Planned] = []
+        goals = _goals_of(model, ranks, full, full_options, named)
+        refuse_gaps(
+            model, {name for goal in goals for name in goal.dtypes}, buffers=full_options.scratch
+        )
+        planned: list[PlannedLoad] = []
         for goal in goals:  # all must fit before one runs
             require_rows(model, goal.grown, goal.norms)
             # The state of optimizers is allocated after the last load.
@@ -262,18 +264,18 @@ def _fill(
             reports.append(run(load, model, ranks))
             fill_rows(model, load.goal.grown, named["resized"] or "", options.seed)
             fill_norms(model, load.goal.norms)
-    if how.consume and isinstance(full, MutableMapping):
+    if full_options.consume and isinstance(full, MutableMapping):
         full.clear()
     return reports
 
 
-def _require_full(full: Full, how: FullOptions) -> None:
+def _require_full(full: Full, options: FullOptions) -> None:
     """Raises `UsageError` if `full` is neither a dict nor a path, or can't be consumed."""
     got = type(full).__name__
     if not isinstance(full, (Mapping, str, os.PathLike, type(None))):
         what = "the full state has an unsupported type"
         raise refusal("USAGE", what, expected="a dict or a path", got=got)
-    if not how.consume:
+    if not options.consume:
         return
     if isinstance(full, (str, os.PathLike)):
         raise refusal("USAGE", "consume=True", expected="a dict", got=got)
@@ -283,25 +285,27 @@ def _require_full(full: Full, how: FullOptions) -> None:
 
 
 def _goals_of(
-    model: Model, ranks: Ranks, full: Full, how: FullOptions, arguments: Mapping[str, Any]
+    model: Model, ranks: Ranks, full: Full, options: FullOptions, arguments: Mapping[str, Any]
 ) -> list[Goal]:
     """The loads to run, in order: from rank 0's memory, then from a checkpoint."""
     kind = "path" if isinstance(full, (str, os.PathLike)) else "dict"
-    rules = {"strict": how.strict, "drops": how.drops, "scratch": how.scratch}
+    rules = {"strict": options.strict, "drops": options.drops, "scratch": options.scratch}
     facts = {"the form of the state": kind} | {name: str(rule) for name, rule in rules.items()}
     # `level` compares tensors by their order, so all ranks must have the same names.
     ranks.agree_on(facts | {f"tensor {name}": "in the model" for name in model.tensors})
     uneven = level(model, ranks)
     if full is None or isinstance(full, Mapping):
-        choose = partial(chosen_from, model, full or {}, uneven, strict=how.strict, drops=how.drops)
-        consumed = full if how.consume and isinstance(full, MutableMapping) else None
+        choose = partial(
+            chosen_from, model, full or {}, uneven, strict=options.strict, drops=options.drops
+        )
+        consumed = full if options.consume and isinstance(full, MutableMapping) else None
         return [goal_of_memory(model, ranks, choose, consumed)]
     first = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
     return [*first, goal_of_source(model, ranks, full, recipe_arguments(arguments), ())]
 
 
 def _check_offload(model: Model, offload: bool) -> None:
-    for name, of in model.managed.items():
-        if offload and of.device.type != "cpu":
+    for name, managed in model.managed.items():
+        if offload and managed.device.type != "cpu":
             what = "cpu_offload without fully_shard's CPUOffloadPolicy"
-            raise refusal("USAGE", what, tensor=name, expected="cpu", got=str(of.device))
+            raise refusal("USAGE", what, tensor=name, expected="cpu", got=str(managed.device))

@@ -64,8 +64,8 @@ class Model:
             reshard(module)
         structure = structure_of(module, adapter)
         if originals:
-            held = structure.rows.keys() & structure.scratch.keys()
-            structure.members.update({name: structure.scratch.pop(name) for name in held})
+            resized = structure.rows.keys() & structure.scratch.keys()
+            structure.members.update({name: structure.scratch.pop(name) for name in resized})
         tensors = tensors_of(module, structure, scratch=scratch)
         model = cls(module, structure, tensors, buffers_follow_fsdp)
         check_pinning(model.managed)
@@ -74,14 +74,14 @@ class Model:
     @cached_property
     def managed(self) -> dict[str, Managed]:
         """FSDP2's parameters, by name."""
-        return {name: of.managed for name, of in self.tensors.items() if of.managed}
+        return {name: entry.managed for name, entry in self.tensors.items() if entry.managed}
 
     @cached_property
     def names(self) -> dict[int, str]:
         """By id of a tensor: its name in files of optimizer state, the first of tied names."""
         names: dict[int, str] = {}
-        for name, of in self.tensors.items():
-            names.setdefault(id(of.tensor), name)
+        for name, entry in self.tensors.items():
+            names.setdefault(id(entry.tensor), name)
         return names
 
     def facts(self) -> dict[str, str]:
@@ -89,10 +89,10 @@ class Model:
         share one recipe."""
         facts: dict[str, str] = {}
         first: dict[int, str] = {}
-        for name, of in self.tensors.items():
-            fact = f"{of.tensor.dtype} {list(of.tensor.shape)}"
-            fact += " on meta" if of.tensor.is_meta else " with values"
-            tied = first.setdefault(id(of.tensor), name)
+        for name, entry in self.tensors.items():
+            fact = f"{entry.tensor.dtype} {list(entry.tensor.shape)}"
+            fact += " on meta" if entry.tensor.is_meta else " with values"
+            tied = first.setdefault(id(entry.tensor), name)
             if tied != name:
                 fact += f", tied to {tied} as by tie_weights()"
             facts[f"tensor {name}"] = fact
@@ -136,43 +136,49 @@ class Goal:
 
 
 def goal_of_source(
-    model: Model, ranks: Ranks, source: Source, how: Mapping[str, Any], unwritten: Collection[str]
+    model: Model,
+    ranks: Ranks,
+    source: Source,
+    arguments: Mapping[str, Any],
+    unwritten: Collection[str],
 ) -> Goal:
     """The goal of loading a checkpoint into the model. Collective.
 
     Args:
         source: None: all tensors are initialised.
-        how: the arguments of `build_recipe` (dtype, missing, ...); and `recipe`, which if not None
-            is used instead of making one.
+        arguments: those of `build_recipe` (dtype, missing, ...); and `recipe`, which if not None is
+            used instead of making one.
         unwritten: names of tensors that have memory but no values, as after `to_empty()`.
     """
     checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
     if ranks.rank == 0:
         for warning in checkpoint.warnings:
             warnings.warn(f"modicum: {warning}", stacklevel=3)
-    how = {**how, "missing": "init"} if source is None else {**how}
-    given: Recipe | None = how.pop("recipe", None)
-    if how["dtype"] is not None and not isinstance(how["dtype"], torch.dtype):
+    arguments = {**arguments, "missing": "init"} if source is None else {**arguments}
+    caller_recipe: Recipe | None = arguments.pop("recipe", None)
+    if arguments["dtype"] is not None and not isinstance(arguments["dtype"], torch.dtype):
         expected = "a torch.dtype, such as torch.bfloat16, or None"
-        raise refusal("USAGE", "dtype", expected=expected, got=repr(how["dtype"]))
+        raise refusal("USAGE", "dtype", expected=expected, got=repr(arguments["dtype"]))
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
-    facts |= {f"argument {name}": _repr_of(value) for name, value in how.items()}
-    facts["argument recipe"] = "" if given is None else given.text(callers=True)
+    facts |= {f"argument {name}": _repr_of(value) for name, value in arguments.items()}
+    facts["argument recipe"] = "" if caller_recipe is None else caller_recipe.text(callers=True)
     ranks.agree_on(facts | model.facts())
     present = [
         name
-        for name, of in model.tensors.items()
-        if not of.tensor.is_meta and name not in unwritten
+        for name, entry in model.tensors.items()
+        if not entry.tensor.is_meta and name not in unwritten
     ]
 
     def make() -> list[Any]:
         stored, structure = checkpoint.stored, model.structure
-        if given is not None:
-            made = given.into(structure)
+        if caller_recipe is not None:
+            recipe = caller_recipe.into(structure)
         else:
-            made = build_recipe(model.module, stored, structure=structure, present=present, **how)
-        _warn_of_unused(made, stored)
-        return [made.text(callers=True), made.callers, made.grown, made.norms]
+            recipe = build_recipe(
+                model.module, stored, structure=structure, present=present, **arguments
+            )
+        _warn_of_unused(recipe, stored)
+        return [recipe.text(callers=True), recipe.callers, recipe.grown, recipe.norms]
 
     # Only rank 0 makes the recipe, which takes transformers seconds of CPU. Memory is measured
     # after that, so that the memory that transformers keeps counts as baseline.
@@ -194,9 +200,9 @@ def _require_shapes(model: Model, recipe: _modicum.Recipe) -> None:
             )
 
 
-def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
+def _warn_of_unused(recipe: Recipe, stored: Collection[str]) -> None:
     """Warns about stored tensors that `missing` replaces because their shapes differ."""
-    made_anew = (name for name, node in made.targets.items() if node["op"] in ("init", "caller"))
+    made_anew = (name for name, node in recipe.targets.items() if node["op"] in ("init", "caller"))
     if lost := [name for name in made_anew if name in stored]:
         what = f"{counted(len(lost), 'stored tensor', verb=True)} of another shape and not used, "
         what += (
@@ -219,21 +225,21 @@ def memory_before() -> list[Any]:
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
 
-def refuse_gaps(model: Model, made: Collection[str], *, buffers: bool = True) -> None:
+def refuse_gaps(model: Model, filled: Collection[str], *, buffers: bool = True) -> None:
     """Raises `UsageError` if a tensor that is on meta would get no values by the load.
 
     Args:
-        made: names of the tensors that get values.
+        filled: names of the tensors that get values.
         buffers: whether to check non-persistent buffers, too.
     """
-    for name, of in model.tensors.items():
-        if of.tensor.is_meta and name not in made:
+    for name, entry in model.tensors.items():
+        if entry.tensor.is_meta and name not in filled:
             what = "this tensor is on meta and gets no values"
-            others = (n for n in made if n in model.tensors)
-            if tied := next((n for n in others if model.tensors[n].tensor is of.tensor), None):
+            others = (n for n in filled if n in model.tensors)
+            if tied := next((n for n in others if model.tensors[n].tensor is entry.tensor), None):
                 what = f"this tensor is tied to '{tied}': it needs a target of its own, an alias"
             raise refusal("MISMATCH", what, tensor=name)
     for fqn, buffer in model.module.named_buffers() if buffers else ():
-        if buffer.is_meta and canonical(fqn) not in made:
+        if buffer.is_meta and canonical(fqn) not in filled:
             what = "this buffer is on meta: build the model under empty_parameters()"
             raise refusal("UNSUPPORTED", what, tensor=canonical(fqn))

@@ -11,7 +11,7 @@ from modicum.options import MemoryPolicy, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.recipes.reading import given_recipe
-from modicum.torch.build.emptied import Emptied
+from modicum.torch.build.emptied import EmptiedMemory
 from modicum.torch.loading.around import note_loaded, taken
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, inside_ddp, remember
@@ -144,11 +144,11 @@ def _load(model: nn.Module, source: Source, arguments: Callable[[], dict[str, An
     with Ranks.of_world().together() as ranks:
         in_flight.deliver()
         named = arguments()
-        options, how = options_of(named), recipe_arguments(named)
-        whole = Model.of(model, adapter=how["adapter"], originals=True)
+        options, recipe_options = options_of(named), recipe_arguments(named)
+        whole = Model.of(model, adapter=recipe_options["adapter"], originals=True)
         require_tokens(whole)
-        emptied = Emptied(model, whole.structure, named["buffers"], ranks, options.seed)
-        goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
+        emptied = EmptiedMemory(model, whole.structure, named["buffers"], ranks, options.seed)
+        goal = goal_of_source(whole, ranks, source, recipe_options, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)
         require_rows(whole, goal.grown, goal.norms)
         report = run(plan_of(whole, ranks, goal, options), whole, ranks)

@@ -43,40 +43,40 @@ def level(model: Model, ranks: Ranks) -> Tensors:
     to meta on every rank if it is on meta on any of them, or is a non-persistent buffer whose
     values differ. Returns this rank's original tensors for the non-persistent buffers that differ
     or are on meta everywhere; they are to be filled with rank 0's values. Collective."""
-    everyone = ranks.gather([_fingerprint(of) for of in model.tensors.values()])
+    everyone = ranks.gather([_fingerprint(entry) for entry in model.tensors.values()])
     uneven = {}
-    for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
+    for entry, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
         is_same = len(set(prints)) == 1
-        if not of.is_persistent and (not is_same or prints[0] == _ON_META):
-            uneven[of.name] = of.local
+        if not entry.is_persistent and (not is_same or prints[0] == _ON_META):
+            uneven[entry.name] = entry.local
         if not is_same:
-            _empty(of)
+            _empty(entry)
     return uneven
 
 
-def _fingerprint(of: ModelTensor) -> str:
+def _fingerprint(entry: ModelTensor) -> str:
     """A text that is equal on ranks whose tensors are both on meta or both not; for non-persistent
     buffers the values must be equal, too."""
-    if of.tensor.is_meta:
+    if entry.tensor.is_meta:
         return _ON_META
-    if of.is_persistent:
+    if entry.is_persistent:
         return ""
-    whole = whole_of(of.tensor, of.name)
+    whole = whole_of(entry.tensor, entry.name)
     digest = hashlib.blake2b(f"{whole.dtype} {whole.shape}".encode(), digest_size=16)
     digest.update(as_bytes(whole.cpu().contiguous()).numpy().data)
     return digest.hexdigest()
 
 
-def _empty(of: ModelTensor) -> None:
+def _empty(entry: ModelTensor) -> None:
     """Moves a tensor to meta and so frees its memory."""
-    if of.tensor.is_meta:
+    if entry.tensor.is_meta:
         return
-    if not isinstance(of.tensor, torch.nn.Parameter):
-        of.put(dtensor_like(of.tensor, torch.empty_like(of.local, device="meta")))
+    if not isinstance(entry.tensor, torch.nn.Parameter):
+        entry.put(dtensor_like(entry.tensor, torch.empty_like(entry.local, device="meta")))
         return
-    numel = of.managed.padded_numel if of.managed else of.local.numel()
-    storage = torch.empty(numel, dtype=of.local.dtype, device="meta")
-    hand_over(of.name, of.tensor, storage, of.managed)
+    numel = entry.managed.padded_numel if entry.managed else entry.local.numel()
+    storage = torch.empty(numel, dtype=entry.local.dtype, device="meta")
+    hand_over(entry.name, entry.tensor, storage, entry.managed)
 
 
 # ---- the tensors to send
@@ -94,30 +94,30 @@ def chosen_from(
             model's tensor has values.
         drops: whether to drop names that are not in the model instead of refusing them.
     """
-    given = uneven | {canonical(name): tensor for name, tensor in state.items()}
-    unknown = [name for name in given if name not in model.tensors]
+    values = uneven | {canonical(name): tensor for name, tensor in state.items()}
+    unknown = [name for name in values if name not in model.tensors]
     if unknown and not drops:
         what = f"{counted(len(unknown), 'tensor', verb=True)} in the state dict and not in the "
         what += "model: strict=False drops what the model lacks"
         raise refusal("MISMATCH", what, tensor=unknown[0])
     alias_of: dict[str, str] = {}
     for names in ties_of(model.structure):
-        there = [name for name in names if name in given]
+        there = [name for name in names if name in values]
         for name in there[1:]:
-            if not _same_bits(given[there[0]], given[name]):
+            if not _same_bits(values[there[0]], values[name]):
                 what = "two tied names have different values in the state dict"
                 raise refusal("MISMATCH", what, tensor=name, expected=f"the values of {there[0]}")
         alias_of |= {name: there[0] for name in names if there and name != there[0]}
-    for name, of in model.tensors.items():
-        is_there = name in given or name in alias_of
-        if not is_there and of.is_persistent and (strict or of.tensor.is_meta):
+    for name, entry in model.tensors.items():
+        is_there = name in values or name in alias_of
+        if not is_there and entry.is_persistent and (strict or entry.tensor.is_meta):
             what = "the state dict of rank 0 lacks a tensor: pass the model's whole state dict"
             raise refusal("MISMATCH", what, tensor=name)
-    names = [name for name in model.tensors if name in given and name not in alias_of]
-    return {name: given[name] for name in names}, alias_of
+    names = [name for name in model.tensors if name in values and name not in alias_of]
+    return {name: values[name] for name in names}, alias_of
 
 
-class _Consumed:
+class _ConsumedDict:
     """A state dict from which each tensor is removed after it has been read, to free it."""
 
     def __init__(self, state: MutableMapping[str, Any]) -> None:
@@ -156,7 +156,7 @@ def goal_of_memory(
             read. None: nothing is removed.
     """
     chosen: list[tuple[str, torch.Tensor, torch.dtype]] = []
-    state = None if consumed is None else _Consumed(consumed)
+    state = None if consumed is None else _ConsumedDict(consumed)
     ranks.agree_on(model.facts())
 
     def make() -> list[Any]:
@@ -164,7 +164,7 @@ def goal_of_memory(
         if state is not None:
             state.note(alias_of)
         targets: dict[str, Node] = {
-            name: {"op": "alias", "of": of} for name, of in alias_of.items()
+            name: {"op": "alias", "of": original} for name, original in alias_of.items()
         }
         described = []
         for name, tensor in tensors.items():
@@ -180,9 +180,9 @@ def goal_of_memory(
         """Fills `view` from byte `offset` of a tensor on, cast to the target's dtype."""
         name, tensor, dtype = chosen[index]
         first = offset // dtype.itemsize
-        into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
-        copy_run(tensor, first, into)
-        if state is not None and first + into.numel() == tensor.numel():
+        target = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
+        copy_run(tensor, first, target)
+        if state is not None and first + target.numel() == tensor.numel():
             nbytes = tensor.nbytes
             chosen[index] = name, torch.empty(0), dtype
             del tensor
@@ -208,11 +208,11 @@ def _check_source(name: str, source: torch.Tensor, target: torch.Tensor) -> None
         raise refusal("MISMATCH", what, tensor=name, expected=facts[0], got=facts[1])
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
-        return one.shape == other.shape
-    alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-    return alike and torch.equal(as_bytes(one), as_bytes(other))
+def _same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
+        return tensor.shape == other.shape
+    alike = (tensor.dtype, tensor.shape, tensor.device) == (other.dtype, other.shape, other.device)
+    return alike and torch.equal(as_bytes(tensor), as_bytes(other))
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:

@@ -59,10 +59,11 @@ def remember_read(model: nn.Module, source: Path, recipe: Recipe, read: Set[str]
     structure, nodes = structure_of(model), recipe.targets
     stored = {name for name, node in nodes.items() if node["op"] not in ("alias", "caller")}
     if stored <= read and nodes.keys() <= structure.members.keys():
-        made = recipe.into(structure)
+        remembered = recipe.into(structure)
         # A save writes the present values of PEFT's tensors that began as rows of the base model.
-        made.targets = {n: node for n, node in made.targets.items() if n not in structure.rows}
-        remember(model, Origin(source, made.text(callers=True)))
+        rows, targets = structure.rows, remembered.targets
+        remembered.targets = {n: node for n, node in targets.items() if n not in rows}
+        remember(model, Origin(source, remembered.text(callers=True)))
 
 
 def origin_of(model: nn.Module) -> Origin | None:
@@ -80,13 +81,13 @@ def loaded_in(model: nn.Module) -> nn.Module:
     if not loaded or any(has_adapters(module) for _, module in modules):
         return model
     name, inner = loaded[0]
-    inside = {id(of.tensor) for of in structure_of(inner).members.values()}
-    for of in structure_of(model).members.values():
-        if id(of.tensor) not in inside:
+    inside = {id(member.tensor) for member in structure_of(inner).members.values()}
+    for member in structure_of(model).members.values():
+        if id(member.tensor) not in inside:
             what = "only a part of the model was loaded by modicum.torch.load, and this tensor is "
             what += "outside of it: pass the module that was loaded"
             expected = f"model.{canonical(name)}"
-            raise refusal("USAGE", what, tensor=of.name, expected=expected)
+            raise refusal("USAGE", what, tensor=member.name, expected=expected)
     return inner
 
 

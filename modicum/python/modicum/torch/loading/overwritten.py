@@ -67,8 +67,8 @@ def _undefined(model: Model) -> list[str]:
     undefined = _filled(model.module)[1]
     return [
         name
-        for name, of in model.tensors.items()
-        if name in undefined and _version(of) == undefined[name]
+        for name, entry in model.tensors.items()
+        if name in undefined and _version(entry) == undefined[name]
     ]
 
 
@@ -78,9 +78,9 @@ def fill_undefined(module: nn.Module) -> bool:
     filled, undefined = _filled(module)
     if undefined:
         model = Model.of(module, originals=True)
-        for name, of in model.tensors.items():
-            if name in undefined and of.local.is_floating_point():
-                of.local.fill_(math.nan)
+        for name, entry in model.tensors.items():
+            if name in undefined and entry.local.is_floating_point():
+                entry.local.fill_(math.nan)
         _set(module, (filled, _versions(model, undefined.keys())))
     return bool(undefined)
 
@@ -96,12 +96,12 @@ def _set(module: nn.Module, filled: _Filled) -> None:
 
 def _versions(model: Model, names: Set[str]) -> dict[str, int]:
     return {
-        name: _version(of)
-        for name, of in model.tensors.items()
-        if name in names and not of.tensor.is_meta
+        name: _version(entry)
+        for name, entry in model.tensors.items()
+        if name in names and not entry.tensor.is_meta
     }
 
 
-def _version(of: ModelTensor) -> int:
+def _version(entry: ModelTensor) -> int:
     """0 for tensors of inference mode, which count no versions."""
-    return 0 if of.tensor.is_inference() else of.tensor._version
+    return 0 if entry.tensor.is_inference() else entry.tensor._version

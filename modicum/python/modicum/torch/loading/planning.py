@@ -18,7 +18,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import unbind_changed
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
-from modicum.torch.optim.states import Stored
+from modicum.torch.optim.states import StoredStates
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -55,7 +55,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Later:
+class LaterMemory:
     """Memory that the caller of a load will allocate after it; given in place of an optimizer, so
     that the load's promise (its greatest host memory, known before it starts) includes it."""
 
@@ -63,28 +63,30 @@ class Later:
     """Bytes by purpose, on this rank."""
 
 
-def later_of(given: Any) -> Counter[str]:
-    """The bytes by purpose of all `Later` in `given`, the argument `optimizer` of a load."""
+def later_of(argument: Any) -> Counter[str]:
+    """The bytes by purpose of all `LaterMemory` in `argument`, which is `optimizer` of a load."""
     needed: Counter[str] = Counter()
-    for one in given if isinstance(given, (list, tuple)) else ():
-        needed.update(one.needed if isinstance(one, Later) else {})
+    for item in argument if isinstance(argument, (list, tuple)) else ():
+        needed.update(item.needed if isinstance(item, LaterMemory) else {})
     return needed
 
 
-def optimizers_of(given: Any) -> list[AdamW]:
-    """The optimizers in `given`, the argument `optimizer` of a load, which then allocates their
+def optimizers_of(argument: Any) -> list[AdamW]:
+    """The optimizers in `argument`, the argument `optimizer` of a load, which then allocates their
     state. Frees the state of parameters that were replaced, or raises `UsageError` if values would
     be lost."""
-    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
-    optimizers: list[Any] = [*given] if several else [] if given is None else [given]
-    optimizers = [unwrapped(one) for one in optimizers if not isinstance(one, Later)]
-    for one in optimizers:
-        if not isinstance(one, AdamW):
-            what, got = "optimizer", f"{type(one).__module__}.{type(one).__qualname__}"
-            if isinstance(one, torch.optim.Optimizer):
+    several = isinstance(argument, Iterable) and not isinstance(argument, (str, bytes))
+    optimizers: list[Any] = [*argument] if several else [] if argument is None else [argument]
+    optimizers = [
+        unwrapped(optimizer) for optimizer in optimizers if not isinstance(optimizer, LaterMemory)
+    ]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, AdamW):
+            what, got = "optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            if isinstance(optimizer, torch.optim.Optimizer):
                 what += ": leave out optimizers that allocate their state in their first step"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
-        unbind_changed(one)
+        unbind_changed(optimizer)
     return optimizers
 
 
@@ -92,7 +94,7 @@ def optimizers_of(given: Any) -> list[AdamW]:
 class Place:
     """The destination of a target."""
 
-    of: ModelTensor
+    entry: ModelTensor
     dtype: torch.dtype
     sharding: Sharding
     device: torch.device
@@ -102,7 +104,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLoad:
     """A load that fits the budget, before it starts."""
 
     goal: Goal
@@ -134,8 +136,8 @@ class Planned:
 
 
 def plan_of(
-    model: Model, ranks: Ranks, goal: Goal, options: Options, before: Planned | None = None
-) -> Planned:
+    model: Model, ranks: Ranks, goal: Goal, options: Options, before: PlannedLoad | None = None
+) -> PlannedLoad:
     """Plans a load; the same plan on every rank. Collective.
 
     Args:
@@ -152,7 +154,7 @@ def plan_of(
     per_node = ranks.ranks_per_node or ranks.world_size
     names = ("strategy", "staging", "fork", "check")
     facts = {f"argument {name}": repr(getattr(options, name)) for name in names}
-    facts["argument optimizer"] = repr([one.state_format for one in options.optimizers])
+    facts["argument optimizer"] = repr([optimizer.state_format for optimizer in options.optimizers])
     ranks.agree_on(facts)
     initialiser = Initialiser(
         model.module,
@@ -187,7 +189,7 @@ def plan_of(
         save=files,
     )
     buffers = plan.buffers(ranks.rank)
-    return Planned(
+    return PlannedLoad(
         goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node, warning
     )
 
@@ -195,19 +197,19 @@ def plan_of(
 def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:
     """The memory that each optimizer needs after the load."""
     memories = {
-        id(place.of.tensor): Memory(place.dtype, place.device)
+        id(place.entry.tensor): Memory(place.dtype, place.device)
         for place in places
-        if place.of.tensor.is_meta
+        if place.entry.tensor.is_meta
     }
-    return [needs_of(one, memories) for one in options.optimizers]
+    return [needs_of(optimizer, memories) for optimizer in options.optimizers]
 
 
 def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[str, int]]:
     """For each rank the bytes by purpose of the optimizers' state and of `options.later`; an empty
     list if no rank has any."""
     needed = Counter(options.later)
-    for one in needs:
-        needed.update(one.needed)
+    for need in needs:
+        needed.update(need.needed)
     of_ranks = ranks.gather(dict(needed))
     return of_ranks if any(of_ranks) else []
 
@@ -220,7 +222,7 @@ def _state_files(
     its state can be saved on all ranks."""
     if len(needs) != 1:
         return None, ""
-    stored: Stored = []
+    stored: StoredStates = []
     refused = ""
     try:
         stored = needs[0].stored(model.names)
@@ -230,7 +232,7 @@ def _state_files(
     return _modicum.StateFiles(stored) if stored and not refused else None, refused
 
 
-def kept_bytes(before: Planned | None, rank: int) -> int:
+def kept_bytes(before: PlannedLoad | None, rank: int) -> int:
     """The bytes of host memory, in whole pages, that the load `before` leaves allocated on a rank;
     0 without a load."""
     if before is None:
@@ -276,12 +278,15 @@ def refuse_two_values(model: Model, goal: Goal) -> None:
     """Raises `UsageError` if the recipe makes two values for one tensor of the model."""
     first: dict[int, str] = {}
     for target in goal.targets:
-        of = model.tensors[target["name"]]
-        if target["alias_of"] is None and first.setdefault(id(of.tensor), of.name) != of.name:
+        entry = model.tensors[target["name"]]
+        if (
+            target["alias_of"] is None
+            and first.setdefault(id(entry.tensor), entry.name) != entry.name
+        ):
             what = "two targets of the recipe are one tensor in the model: make one an alias, or "
             what += "build the model untied"
-            other = first[id(of.tensor)]
-            raise refusal("MISMATCH", what, tensor=of.name, expected=f"an alias of {other}")
+            other = first[id(entry.tensor)]
+            raise refusal("MISMATCH", what, tensor=entry.name, expected=f"an alias of {other}")
 
 
 def places_of(model: Model, goal: Goal) -> list[Place]:
@@ -292,48 +297,50 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
     shardings = Shardings()
     places = []
     for target in goal.targets:
-        of = model.tensors[target["name"]]
+        entry = model.tensors[target["name"]]
         if target["alias_of"] is not None:
             holder = model.tensors[target["alias_of"]]
-            if of.tensor is not holder.tensor and (of.managed or holder.managed):
+            if entry.tensor is not holder.tensor and (entry.managed or holder.managed):
                 what = "FSDP2 has two parameters for two tied names: tie them before fully_shard "
                 what += "by model.tie_weights(), again after parallelize_module, to_empty or "
                 what += "to('meta')"
                 expected = f"the parameter of {holder.name}"
-                raise refusal("UNSUPPORTED", what, tensor=of.name, expected=expected)
-        sharding = shardings.of(of.tensor, of.name)
-        dtype = goal.dtypes[of.name]
-        if of.tensor.is_meta:
-            if isinstance(of.tensor, nn.Parameter):
-                check_replaceable(of.name, of.tensor)
-            device = device_of(model, of)
+                raise refusal("UNSUPPORTED", what, tensor=entry.name, expected=expected)
+        sharding = shardings.of(entry.tensor, entry.name)
+        dtype = goal.dtypes[entry.name]
+        if entry.tensor.is_meta:
+            if isinstance(entry.tensor, nn.Parameter):
+                check_replaceable(entry.name, entry.tensor)
+            device = device_of(model, entry)
             destination = "cpu" if device.type == "cpu" else "copy"
-            places.append(Place(of, dtype, sharding, device, destination))
+            places.append(Place(entry, dtype, sharding, device, destination))
         else:
-            places.append(_place_in_own_memory(of, dtype, sharding))
+            places.append(_place_in_own_memory(entry, dtype, sharding))
     return places
 
 
-def device_of(model: Model, of: ModelTensor) -> torch.device:
+def device_of(model: Model, entry: ModelTensor) -> torch.device:
     """The device that a tensor on meta will have after the load."""
-    if of.managed:
-        return of.managed.device
-    if model.buffers_follow_fsdp and model.managed and not of.is_parameter:
+    if entry.managed:
+        return entry.managed.device
+    if model.buffers_follow_fsdp and model.managed and not entry.is_parameter:
         computes_on: torch.device = next(iter(model.managed.values())).fsdp_param.device
         return computes_on
-    mesh = getattr(of.tensor, "device_mesh", None)
+    mesh = getattr(entry.tensor, "device_mesh", None)
     device = torch.device(mesh.device_type) if mesh is not None else torch.get_default_device()
     if device.type in ("cpu", "meta"):  # the default device may be meta, where models are built
         return torch.device("cpu")
     return torch.empty(0, device=device).device
 
 
-def _place_in_own_memory(of: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
-    local = of.local
+def _place_in_own_memory(entry: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
+    local = entry.local
     if local.dtype != dtype:
         what = "a tensor that has values can't be loaded in another dtype"
-        raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
+        raise refusal(
+            "MISMATCH", what, tensor=entry.name, expected=str(dtype), got=str(local.dtype)
+        )
     if overlaps(local):
         what, got = "its elements overlap in memory, as in an expanded tensor", str(local.stride())
-        raise refusal("UNSUPPORTED", what, tensor=of.name, got=f"strides {got}")
-    return Place(of, dtype, sharding.unpadded(), local.device, destination_of(local))
+        raise refusal("UNSUPPORTED", what, tensor=entry.name, got=f"strides {got}")
+    return Place(entry, dtype, sharding.unpadded(), local.device, destination_of(local))

@@ -55,15 +55,15 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
     shardings = Shardings()
     done: set[int] = set()  # tied names have one tensor
     for name, stored in grown.items():
-        of = model.tensors[name]
-        if id(of.tensor) in done or of.tensor.shape[0] <= stored:
+        entry = model.tensors[name]
+        if id(entry.tensor) in done or entry.tensor.shape[0] <= stored:
             continue
-        done.add(id(of.tensor))
-        rows = _Rows(of, shardings.of(of.tensor, name), shardings)
+        done.add(id(entry.tensor))
+        rows = _Rows(entry, shardings.of(entry.tensor, name), shardings)
         if rule == "mean":
             rows.fill(stored, rows.mean(stored)[None])
         else:
-            rows.fill(stored, _made_by_model(model.module, of, stored, seed))
+            rows.fill(stored, _made_by_model(model.module, entry, stored, seed))
 
 
 def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
@@ -72,19 +72,19 @@ def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str
     is not the norm of the weight alone."""
     shardings = Shardings()
     for name, stored in grown.items():
-        of = model.tensors[name]
-        if of.tensor.shape[0] > stored:
-            _rows_of(of, shardings.of(of.tensor, name), shardings)
+        entry = model.tensors[name]
+        if entry.tensor.shape[0] > stored:
+            _rows_of(entry, shardings.of(entry.tensor, name), shardings)
     for name, weight in norms.items():
         _require_zero(model, name)
-        own, rows = (
-            _rows_of(of, shardings.of(of.tensor, of.name), shardings)
-            for of in (model.tensors[name], model.tensors[weight])
+        norm_rows, rows = (
+            _rows_of(entry, shardings.of(entry.tensor, entry.name), shardings)
+            for entry in (model.tensors[name], model.tensors[weight])
         )
-        if own != rows:
+        if norm_rows != rows:
             what = "a rank holds other rows of a weight than of its magnitude (DoRA): load the "
             what += f"model unsharded, or {_LATER}"
-            expected, got = (f"rows {a} to {a + n}" for a, n in (rows, own))
+            expected, got = (f"rows {a} to {a + n}" for a, n in (rows, norm_rows))
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
 
 
@@ -106,14 +106,14 @@ def require_tokens(model: Model) -> None:
     unit of its own. PEFT's plain tensors can't be combined with a weight that tensor parallelism
     divides."""
     for name, (weight, _) in model.structure.rows.items():
-        of = model.tensors[weight]
-        if is_unit(of.module):
+        entry = model.tensors[weight]
+        if is_unit(entry.module):
             what = "trainable_token_indices: a forward of PEFT reads this embedding's weight "
             what += "without calling the embedding, so FSDP2 does not gather it"
             expected = "fully_shard on a module around PEFT's wrapper of the embedding"
             got = f"fully_shard on '{weight.rpartition('.')[0]}'"
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
-        if stays_cut(of.tensor, of.managed):
+        if stays_cut(entry.tensor, entry.managed):
             what = "trainable_token_indices: PEFT does not support tensor parallelism of the "
             what += "embedding"
             expected = "an embedding that parallelize_module leaves whole"
@@ -131,40 +131,40 @@ def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
     """
     shardings = Shardings()
     for name, weight in norms.items():
-        of, base = model.tensors[name], model.tensors[weight]
-        made = _Rows(of, shardings.of(of.tensor, name), shardings)
+        entry, base = model.tensors[name], model.tensors[weight]
+        magnitudes = _Rows(entry, shardings.of(entry.tensor, name), shardings)
         rows = _Rows(base, shardings.of(base.tensor, weight), shardings)
-        layer: Any = of.module
+        layer: Any = entry.module
         zero = torch.zeros((), dtype=base.tensor.dtype, device=rows.local.device)
         for mine, chunk in zip(
-            made.local.split(_CHUNK_ROWS), rows.local.split(_CHUNK_ROWS), strict=True
+            magnitudes.local.split(_CHUNK_ROWS), rows.local.split(_CHUNK_ROWS), strict=True
         ):
             mine.copy_(layer.get_weight_norm(chunk, zero, 1.0)[:, None])
-        torch.autograd.graph.increment_version(of.tensor)
+        torch.autograd.graph.increment_version(entry.tensor)
 
 
-def _rows_of(of: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple[int, int]:
+def _rows_of(entry: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple[int, int]:
     """This rank's first row, and its number of rows."""
-    shape = of.tensor.shape
+    shape = entry.tensor.shape
     width = shape[1:].numel()
     runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
     first, count = runs[0] if runs else (0, 0)
     if len(runs) > 1 or first % width or count % width:
         what = "a tensor whose rows are filled after the load is cut within a row"
-        raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or Replicate()")
+        raise refusal("UNSUPPORTED", what, tensor=entry.name, expected="Shard(0) or Replicate()")
     return first // width, count // width
 
 
 class _Rows:
     """This rank's rows of a tensor."""
 
-    def __init__(self, of: ModelTensor, sharding: Sharding, shardings: Shardings) -> None:
-        self._of = of
+    def __init__(self, entry: ModelTensor, sharding: Sharding, shardings: Shardings) -> None:
+        self._entry = entry
         # Of the ranks that hold the same rows, only one adds them to a sum.
-        self._is_counted = shardings.counts(of.tensor, sharding)
-        self._first, count = _rows_of(of, sharding, shardings)
-        width = of.tensor.shape[1:].numel()
-        self.local = of.local.detach().view(-1)[: count * width].view(count, width)
+        self._is_counted = shardings.counts(entry.tensor, sharding)
+        self._first, count = _rows_of(entry, sharding, shardings)
+        width = entry.tensor.shape[1:].numel()
+        self.local = entry.local.detach().view(-1)[: count * width].view(count, width)
 
     def _below(self, row: int) -> torch.Tensor:
         """The local rows before the tensor's row `row`."""
@@ -195,35 +195,36 @@ class _Rows:
             values = values[at : at + len(mine)]
         if len(mine) > 0:
             mine.copy_(values.to(mine.dtype).expand_as(mine))
-        torch.autograd.graph.increment_version(self._of.tensor)
+        torch.autograd.graph.increment_version(self._entry.tensor)
 
-    def _reduce(self, values: torch.Tensor, how: str) -> None:
-        """Reduces `values` in place over all ranks of the tensor's mesh. `how`: "MAX" or "SUM"."""
+    def _reduce(self, values: torch.Tensor, operation: str) -> None:
+        """Reduces `values` in place over all ranks of the tensor's mesh. `operation`: "MAX" or
+        "SUM"."""
         import torch.distributed as dist
 
-        mesh: Any = getattr(self._of.tensor, "device_mesh", None)
+        mesh: Any = getattr(self._entry.tensor, "device_mesh", None)
         for dim in range(mesh.ndim if mesh is not None else 0):
             if mesh.size(dim) > 1:
-                op = getattr(dist.ReduceOp, how)
+                op = getattr(dist.ReduceOp, operation)
                 settled(dist.all_reduce, values, op, group=mesh.get_group(dim))
 
 
-def _made_by_model(module: nn.Module, of: ModelTensor, stored: int, seed: int) -> torch.Tensor:
+def _made_by_model(module: nn.Module, entry: ModelTensor, stored: int, seed: int) -> torch.Tensor:
     """The new rows, the same on every rank: those of a module with only these rows, initialised by
     the rule of the transformers model, with random numbers seeded by `seed` and the tensor's name.
     """
     root = next((m for m in module.modules() if is_pretrained(m)), None)
-    count, width = of.tensor.shape[0] - stored, of.tensor.shape[1:].numel()
+    count, width = entry.tensor.shape[0] - stored, entry.tensor.shape[1:].numel()
     if root is None:
         what = "resized='model' needs a model of transformers"
-        raise refusal("UNSUPPORTED", what, tensor=of.name)
-    digest = hashlib.blake2b(f"{seed} {of.name}".encode(), digest_size=7).digest()
+        raise refusal("UNSUPPORTED", what, tensor=entry.name)
+    digest = hashlib.blake2b(f"{seed} {entry.name}".encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest, "little"))
-        made: nn.Module
-        if isinstance(of.module, nn.Embedding):
-            made = nn.Embedding(count, width)
+        layer: nn.Module
+        if isinstance(entry.module, nn.Embedding):
+            layer = nn.Embedding(count, width)
         else:
-            made = nn.Linear(width if of.tensor.dim() > 1 else 1, count)
-        initialise(root, made)
-        return made.get_parameter(of.attribute).detach().reshape(count, width)
+            layer = nn.Linear(width if entry.tensor.dim() > 1 else 1, count)
+        initialise(root, layer)
+        return layer.get_parameter(entry.attribute).detach().reshape(count, width)

@@ -13,7 +13,7 @@ from modicum import _modicum
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.overwritten import overwriting
-from modicum.torch.loading.planning import Place, Planned, kept_bytes
+from modicum.torch.loading.planning import Place, PlannedLoad, kept_bytes
 from modicum.torch.optim.binding import on_meta
 from modicum.torch.optim.inner import trained_by
 from modicum.torch.optim.promise import held_by
@@ -28,7 +28,7 @@ from modicum.walk.load_report import LoadReport
 Storages = dict[int, torch.Tensor]
 
 
-def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
+def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
     """Runs the load; returns the same report on every rank. Collective. If a rank fails, all raise,
     and every tensor on meta stays on meta."""
     if planned.options.progress and ranks.rank == 0:
@@ -36,13 +36,13 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
     plan, options, rank = planned.plan, planned.options, ranks.rank
     ledger = options.ledger
     storages = _storages_of(planned)
-    given = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
+    host_storages = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
     copied = {t: s for t, s in storages.items() if planned.places[t].destination == "copy"}
     board = _modicum.Board(ranks)
     group = plan.exchange_group(rank)
     if len(group) > 1:
         ranks.exchange_among(group, whole=plan.strategy != "node-reader")
-    own = list(_own_targets(planned))
+    own_targets = list(_own_targets(planned))
     _modicum.report_budget(planned.budget or 0)
     # During the load the ledger's limit is what the plan allows this rank; then the caller's again.
     outside = ledger.limit_bytes
@@ -52,7 +52,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
             # What the model's own rules make has the same values after each load.
             overwriting(model, rank, planned.goal.dtypes.keys() - set(planned.goal.callers)),
             progress_bar(
-                sum(planned.buffers[t]["bytes"] for t, _ in own),
+                sum(planned.buffers[t]["bytes"] for t, _ in own_targets),
                 shown=options.progress and rank == 0,
             ) as bar,
             ranks.watching(board, bar),
@@ -62,7 +62,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
                 rank,
                 board,
                 ledger,
-                given={t: as_bytes(s) for t, s in given.items() if s.numel() > 0},
+                given={t: as_bytes(s) for t, s in host_storages.items() if s.numel() > 0},
                 copy=copying_into(copied) if copied else None,
                 caller=_Maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,
@@ -75,26 +75,26 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
-    for one in options.optimizers:
-        if not on_meta(one.param_groups, trained_by(one)):
-            one.allocate()
+    for optimizer in options.optimizers:
+        if not on_meta(optimizer.param_groups, trained_by(optimizer)):
+            optimizer.allocate()
     return _report(planned, ranks, loaded, compared)
 
 
-def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
+def _own_targets(planned: PlannedLoad) -> Iterator[tuple[int, Place]]:
     """(index, place) of each target that is no alias."""
     for t, (target, place) in enumerate(zip(planned.goal.targets, planned.places, strict=True)):
         if target["alias_of"] is None:
             yield t, place
 
 
-def _storages_of(planned: Planned) -> Storages:
+def _storages_of(planned: PlannedLoad) -> Storages:
     """Tensors by index of a target: the target's own if it has values, or one-dimensional ones of
     new device memory. Targets in new host memory have no entry: the load itself allocates it."""
     storages = {}
     for t, place in _own_targets(planned):
-        if not place.of.tensor.is_meta:
-            storages[t] = place.of.local.detach()
+        if not place.entry.tensor.is_meta:
+            storages[t] = place.entry.local.detach()
         elif place.destination == "copy":
             numel = planned.buffers[t]["padded_numel"]
             storages[t] = torch.empty(numel, dtype=place.dtype, device=place.device)
@@ -104,7 +104,7 @@ def _storages_of(planned: Planned) -> Storages:
 class _Maker:
     """Makes tensors by the model's own rules when the load asks for them; keeps only the last."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: PlannedLoad) -> None:
         self._goal, self._initialiser = planned.goal, planned.initialiser
         self._name, self._last = "", torch.empty(0)
 
@@ -117,29 +117,31 @@ class _Maker:
         return as_bytes(self._last)
 
 
-def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages: Storages) -> None:
-    if any(of.pins for of in model.managed.values()):
+def _hand_over(
+    planned: PlannedLoad, model: Model, loaded: _modicum.Loaded, storages: Storages
+) -> None:
+    if any(managed.pins for managed in model.managed.values()):
         memory = from_dlpack(loaded.whole())  # of all targets in new host memory
         pin(memory)
         loaded.keep(memory)
     for t, place in _own_targets(planned):
-        of = place.of
-        if of.tensor.is_meta:
+        entry = place.entry
+        if entry.tensor.is_meta:
             storage = storages.get(t)
             if storage is None:
                 storage = from_dlpack(loaded.storage(t)).view(place.dtype)
-            if isinstance(of.tensor, nn.Parameter):
-                hand_over(of.name, of.tensor, storage, of.managed)
+            if isinstance(entry.tensor, nn.Parameter):
+                hand_over(entry.name, entry.tensor, storage, entry.managed)
             else:
-                of.put(dtensor_like(of.tensor, storage.view(of.local.shape)))
-        torch.autograd.graph.increment_version(of.tensor)  # as every write through torch does
+                entry.put(dtensor_like(entry.tensor, storage.view(entry.local.shape)))
+        torch.autograd.graph.increment_version(entry.tensor)  # as every write through torch does
     for target, place in zip(planned.goal.targets, planned.places, strict=True):
         if target["alias_of"] is not None:
-            place.of.put(model.tensors[target["alias_of"]].tensor)
+            place.entry.put(model.tensors[target["alias_of"]].tensor)
 
 
 def _report(
-    planned: Planned, ranks: Ranks, loaded: _modicum.Loaded, compared: dict[str, Any]
+    planned: PlannedLoad, ranks: Ranks, loaded: _modicum.Loaded, compared: dict[str, Any]
 ) -> LoadReport:
     outcome = loaded.outcome | {
         "baseline_bytes": planned.goal.memories[ranks.rank][0],
@@ -147,9 +149,9 @@ def _report(
     }
     if planned.options.optimizers:
         states = sum(map(held_by, planned.options.optimizers))
-        held = kept_bytes(planned, ranks.rank) + states
+        kept = kept_bytes(planned, ranks.rank) + states
         # The state is allocated after the load, whose outcome lacks it.
-        outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], held)
+        outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], kept)
     del outcome["compared"]  # merged already
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check, planned.budget

@@ -26,7 +26,7 @@ from modicum.torch.optim.binding import (
     refuse_repeated,
     unbind,
 )
-from modicum.torch.optim.bound import Bound
+from modicum.torch.optim.bound import BoundParameters
 from modicum.torch.optim.items import StateItem, exported_items, stored_items
 from modicum.torch.optim.names import called, names_of, naming_fqns, skip_warning, warn_script
 from modicum.torch.optim.parts import Part
@@ -153,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
         self._max_norm: float | None = None
         self._has_warned = self._has_warned_of_skip = False
         self._is_first, self._has_loaded = True, False
-        self._bound = Bound()
+        self._bound = BoundParameters()
         weakref.finalize(self, unbind, self._bound.parts).atexit = False
 
         def bind() -> None:
@@ -168,13 +168,15 @@ class AdamW(torch.optim.Optimizer):
         """Unbinds all parameters; there must be no state to lose. Keeps the entries of `state` that
         the program has set: they are the values of the parameters that are bound next."""
         parts = self._bound.parts
-        own = {part.parameter for part in parts if self._is_untouched(part)}
-        given = {key: entry for key, entry in self.state.items() if entry and key not in own}
+        untouched = {part.parameter for part in parts if self._is_untouched(part)}
+        caller_entries = {
+            key: entry for key, entry in self.state.items() if entry and key not in untouched
+        }
         unbind(parts)
         self._bound.drop(0)
         self._has_loaded = False
         self.state.clear()
-        self.state.update(given)
+        self.state.update(caller_entries)
 
     def _is_untouched(self, part: Part) -> bool:
         """Whether the part's entry of `state` is the optimizer's own, before the first step."""
@@ -457,8 +459,8 @@ class AdamW(torch.optim.Optimizer):
             groups.extend(merged_groups(state_dict, self.param_groups))
             self._checked(groups)
             saved = saved_entries(state_dict)
-            own = [id(p) for group in self.param_groups for p in group["params"]]
-            has_values = {of for of, entry in zip(own, saved, strict=True) if entry}
+            ids = [id(p) for group in self.param_groups for p in group["params"]]
+            has_values = {key for key, entry in zip(ids, saved, strict=True) if entry}
             self._take_up(lambda p: id(p) in has_values, groups)
             values.extend(saved_values(part, saved[part.at]) for part in self._bound.parts)
 
@@ -468,9 +470,9 @@ class AdamW(torch.optim.Optimizer):
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update(new)
         self._bound.set_options(self._options(self.param_groups))
-        for part, of in zip(self._bound.parts, values, strict=True):
-            self._bound.take(part, of)
-            self._bound.take_master(part, of.get("master"))
+        for part, part_values in zip(self._bound.parts, values, strict=True):
+            self._bound.take(part, part_values)
+            self._bound.take_master(part, part_values.get("master"))
         self._has_loaded = any(map(is_begun, values))
         self._bound.note_steps()
         self._bound.note_versions()

@@ -38,9 +38,9 @@ def new_parts(
         memories: the memory that parameters on meta will have, by id of the parameter. The parts of
             these serve only to count bytes of state.
     """
-    own = {id(part.parameter) for part in bound}
+    known = {id(part.parameter) for part in bound}
     memories = memories or {}
-    if not any(id(p) not in own and wants(p) for group in groups for p in group["params"]):
+    if not any(id(p) not in known and wants(p) for group in groups for p in group["params"]):
         return []
     require_known()
     shardings = Shardings()
@@ -50,7 +50,7 @@ def new_parts(
         if name in names:
             raise refusal("USAGE", "two parameters have one name", tensor=name)
         names.add(name)
-        if id(parameter) not in own and wants(parameter):
+        if id(parameter) not in known and wants(parameter):
             memory = memories.get(id(parameter))
             parts.append(part_of(name, parameter, index, shardings, memory))
             parts[-1].at = at
@@ -60,22 +60,22 @@ def new_parts(
 
 def on_meta(groups: Sequence[Group], wants: Wants) -> list[nn.Parameter]:
     """The parameters on meta for which `wants` is true."""
-    held = (p for group in groups for p in group["params"])
-    return [p for p in held if p.is_meta and wants(p)]
+    parameters = (p for group in groups for p in group["params"])
+    return [p for p in parameters if p.is_meta and wants(p)]
 
 
 def meshes_of(groups: Iterable[Group]) -> list[Any]:
     """The distinct meshes of all parameters, frozen or not, in their order: the optimizer's
     collectives run over them."""
-    params = (one for group in groups for one in group["params"])
+    params = (parameter for group in groups for parameter in group["params"])
     return [*dict.fromkeys(mesh_of(p[1] if isinstance(p, tuple) else p) for p in params)]
 
 
 def _refuse_overlaps(parts: Iterable[Part]) -> None:
     """Raises `UsageError` if parameters share memory, which several threads would then step."""
     end_of: dict[torch.device, tuple[int, str]] = {}
-    held = (part for part in parts if part.local.numel() > 0)
-    for part in sorted(held, key=lambda part: part.place[0]):
+    nonempty = (part for part in parts if part.local.numel() > 0)
+    for part in sorted(nonempty, key=lambda part: part.place[0]):
         begin, device = part.place[0], part.local.device
         end, other = end_of.get(device, (begin, ""))
         if begin < end:
@@ -88,11 +88,11 @@ def listed(group: Any) -> Any:
     """Returns `group` after converting its parameters to a list, as torch does. Leaves anything
     unchanged that torch would refuse."""
     if isinstance(group, dict) and "params" in group:
-        given = group["params"]
-        if isinstance(given, torch.Tensor):
-            group["params"] = [given]
-        elif not isinstance(given, set):
-            group["params"] = list(given)
+        params = group["params"]
+        if isinstance(params, torch.Tensor):
+            group["params"] = [params]
+        elif not isinstance(params, set):
+            group["params"] = list(params)
     return group
 
 
@@ -102,8 +102,8 @@ def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
         return
     seen = {id(parameter) for other in before for parameter in other["params"]}
     count = len(seen)
-    for at, one in enumerate(group["params"]):
-        name, parameter = one if isinstance(one, tuple) else (f"param.{count + at}", one)
+    for at, param in enumerate(group["params"]):
+        name, parameter = param if isinstance(param, tuple) else (f"param.{count + at}", param)
         if id(parameter) in seen:
             name = fqns_of([parameter]).get(id(parameter), str(name))
             raise refusal("USAGE", "a parameter is given twice", tensor=name)
@@ -116,9 +116,9 @@ def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
 def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError | None:
     """An error that names the first parameter which was replaced or moved since `parts` were bound,
     or None. Parameters without a part may change."""
-    held = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
+    indexed = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
     for part in parts:
-        index, parameter = held[part.at] if part.at < len(held) else (-1, None)
+        index, parameter = indexed[part.at] if part.at < len(indexed) else (-1, None)
         if parameter is None:
             what = "param_groups lacks a parameter that AdamW has state of"
             return refusal("USAGE", what, tensor=part.name)
@@ -130,8 +130,8 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
             what = "a parameter has other memory than when AdamW was made, and AdamW has state of "
             what += "it: make AdamW after what moves or replaces its memory"
             return refusal("USAGE", what, tensor=part.name)
-    own = {id(part.parameter) for part in parts}
-    if sum(id(p) in own for _, p in held) != len(own):
+    ids = {id(part.parameter) for part in parts}
+    if sum(id(p) in ids for _, p in indexed) != len(ids):
         return refusal("USAGE", "param_groups holds a parameter twice")
     return None
 
@@ -142,8 +142,8 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
     parameter of the same shape that has a gradient and is not in `parts`. Searches all objects of
     the process."""
     live = {id(p): p for module in modules_alive() for p in parameters_of(module).values()}
-    own = {id(part.parameter) for part in parts}
-    strangers = [p for p in live.values() if p is not None and id(p) not in own]
+    ids = {id(part.parameter) for part in parts}
+    strangers = [p for p in live.values() if p is not None and id(p) not in ids]
     shapes = {p.shape for p in strangers if p.grad is not None}
     for part in lacking:
         if id(part.parameter) in live or part.parameter.shape not in shapes:

@@ -44,7 +44,7 @@ def shows_adamw(state: Mapping[Any, Mapping[str, Any]]) -> bool:
     return any(id(entry.get("step")) in shown for entry in state.values())
 
 
-class Bound:
+class BoundParameters:
     """The parameters of an optimizer that have state, and their states. Parameters that are
     unfrozen or added later get additional states."""
 
@@ -74,10 +74,10 @@ class Bound:
         """The step counts shown in `state`, which a program may change; by part."""
         return torch.cat([_float32(0), *self._steps])
 
-    def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
-        """Allocates states for more parts. `how`: arguments of `make_states`. If they do not fit,
+    def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **arguments: Any) -> None:
+        """Allocates states for more parts. `arguments`: those of `make_states`. If they do not fit,
         nothing changes; after any other error call `drop`."""
-        states = make_states(parts, **how)
+        states = make_states(parts, **arguments)
         later = f" #{len(self._steps)}" if self._steps else ""
         steps = _float32(len(parts)).zero_()
         for index, part in enumerate(parts):
@@ -115,15 +115,16 @@ class Bound:
                 part.set_grad()
             if not is_own_master(part):
                 self._import_parameter(part)
-        for key, of in of_state.items():
-            if not of[0].on_host:
-                self.lanes[key] = Lane(self.states[key], of, self._masters_to_copy(of))
+        for key, state_parts in of_state.items():
+            if not state_parts[0].on_host:
+                masters = self._masters_to_copy(state_parts)
+                self.lanes[key] = Lane(self.states[key], state_parts, masters)
 
     def set_options(self, options: Sequence[_modicum.AdamOptions]) -> None:
         """Sets the groups' options for the next steps."""
         for key, state in self.states.items():
-            for group, of in enumerate(options[: self._groups[key]]):
-                state.set_options(group, of)
+            for group, group_options in enumerate(options[: self._groups[key]]):
+                state.set_options(group, group_options)
 
     def _masters_to_copy(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
         """The masters by shard if they have the parameters' dtype, so that a step can copy them to
@@ -184,10 +185,10 @@ class Bound:
         """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
         counts = [float(steps[part.state][part.shard]) for part in self.parts]
-        made = torch.tensor(counts, dtype=torch.float32, device="cpu")
-        for shown, of in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
-            shown.copy_(of)
-        self.counts = made
+        tensor = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        for shown, count in zip(self._steps, tensor.split([*map(len, self._steps)]), strict=True):
+            shown.copy_(count)
+        self.counts = tensor
 
     # ---- values
 
@@ -198,10 +199,10 @@ class Bound:
         if "step" in values:
             state.set_steps(part.shard, values["step"])
         for name in part.moments if part.local.numel() > 0 else ():
-            of = values.get(name)
-            if of is not None:
-                if not self._has(part, name, of):
-                    state.import_from(part.shard, name, of.float().contiguous())
+            moment = values.get(name)
+            if moment is not None:
+                if not self._has(part, name, moment):
+                    state.import_from(part.shard, name, moment.float().contiguous())
             elif name in values:
                 for memory in (state.plane(part.shard, name), state.scales(part.shard, name)):
                     torch.from_dlpack(memory).zero_()
@@ -212,9 +213,9 @@ class Bound:
         if dtype_of(part, "moment") == torch.float32:
             return False
         for at, piece in chunks(values):
-            own = _float32(piece.numel())
-            self.states[part.state].export_to(part.shard, name, own, at=at)
-            if not torch.equal(own, piece.float()):
+            exported = _float32(piece.numel())
+            self.states[part.state].export_to(part.shard, name, exported, at=at)
+            if not torch.equal(exported, piece.float()):
                 return False
         return True
 
@@ -367,7 +368,9 @@ class Bound:
         """The name of the first part whose gradient in its plane is not finite; "" if none is."""
         pairs = zip(self.parts, self.collected, strict=True)
         planes = ((part, part.plane) for part, (grad, _) in pairs if grad is not None)
-        return next((part.name for part, of in planes if of is not None and _is_bad(of)), "")
+        return next(
+            (part.name for part, plane in planes if plane is not None and _is_bad(plane)), ""
+        )
 
     def forget(self) -> None:
         """Drops the collected gradients. Ends a step that `begin_step` has begun."""
@@ -413,14 +416,14 @@ class Bound:
 
     def held(self) -> dict[str, dict[str, int]]:
         """Elements and bytes by purpose, for each format; see `AdamW.held`."""
-        held: dict[str, dict[str, int]] = {}
+        by_format: dict[str, dict[str, int]] = {}
         for part in self.parts:
-            of = held.setdefault(part.format, {"parameters": 0})
-            of["parameters"] += part.local.numel()
+            purposes = by_format.setdefault(part.format, {"parameters": 0})
+            purposes["parameters"] += part.local.numel()
             if part.shard == 0:  # once per state: the footprint is that of all its parts
                 for purpose, size in self.states[part.state].footprint.items():
-                    of[purpose] = of.get(purpose, 0) + size
-        return held
+                    purposes[purpose] = purposes.get(purpose, 0) + size
+        return by_format
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(owner, name, memory) of all tensors that a step uses."""
@@ -435,10 +438,13 @@ class Bound:
         """The sums of all states' digests, by name."""
         self.refresh_masters()
         all_of = [state.digest() for state in self.states.values()]
-        return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
+        return {
+            name: sum(digests[name] for digests in all_of) % (1 << 64)
+            for name in ("state", "master")
+        }
 
 
-_living: WeakSet[Bound] = WeakSet()
+_living: WeakSet[BoundParameters] = WeakSet()
 
 
 def _float32(numel: int) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.binding import Wants
-from modicum.torch.optim.bound import Bound
+from modicum.torch.optim.bound import BoundParameters
 
 
-def bound_of(optimizer: AdamW) -> Bound:
+def bound_of(optimizer: AdamW) -> BoundParameters:
     """The parameters to which the optimizer is bound, with their state."""
     return optimizer._bound
 

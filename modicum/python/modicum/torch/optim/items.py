@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import torch
 
-from modicum.torch.optim.bound import MOMENTS, Bound
+from modicum.torch.optim.bound import MOMENTS, BoundParameters
 from modicum.torch.optim.states import has_master, is_own_master, plane_dtype
 
 StateItem = tuple[str, str, torch.Tensor]
 """A parameter's name, the name of a value, and the value."""
 
 
-def exported_items(bound: Bound) -> Iterator[StateItem]:
+def exported_items(bound: BoundParameters) -> Iterator[StateItem]:
     """The values of a state dict, one by one. Does not keep a tensor that it has yielded."""
     for part in bound.parts:
         step = float(bound.states[part.state].steps[part.shard])
@@ -22,7 +22,7 @@ def exported_items(bound: Bound) -> Iterator[StateItem]:
             yield part.name, "master", bound.values(part, "master")
 
 
-def stored_items(bound: Bound) -> Iterator[StateItem]:
+def stored_items(bound: BoundParameters) -> Iterator[StateItem]:
     """One-dimensional views of this rank's planes (arrays of one kind of value) and scales, in
     memory order, under the names of the tensors in a saved step (checkpoint directory)."""
     for part in bound.parts:

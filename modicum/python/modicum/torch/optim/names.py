@@ -26,11 +26,11 @@ def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Param
     count = 0
     for index, group in enumerate(groups):
         names = group.get("param_names", ())
-        for at, one in enumerate(group["params"]):
+        for at, param in enumerate(group["params"]):
             name = canonical(names[at]) if at < len(names) else f"param.{count}"
-            if isinstance(one, tuple):
-                name, one = canonical(str(one[0])), one[1]
-            yield name, index, one
+            if isinstance(param, tuple):
+                name, param = canonical(str(param[0])), param[1]
+            yield name, index, param
             count += 1
 
 
@@ -52,10 +52,18 @@ def naming_fqns(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     try:
         yield
     except Error as error:
-        of = {name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)}
-        unnamed = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
-        fqns = fqns_of([of[name] for name in unnamed]) if unnamed else {}
-        fqn_of = {name: fqns[id(of[name])] for name in unnamed if id(of[name]) in fqns}
+        unnamed_parameters = {
+            name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)
+        }
+        unnamed = [
+            name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in unnamed_parameters
+        ]
+        fqns = fqns_of([unnamed_parameters[name] for name in unnamed]) if unnamed else {}
+        fqn_of = {
+            name: fqns[id(unnamed_parameters[name])]
+            for name in unnamed
+            if id(unnamed_parameters[name]) in fqns
+        }
         if fqn_of:
             error.args = (_UNNAMED.sub(lambda name: fqn_of.get(name[0], name[0]), str(error)),)
             error.tensor = fqn_of.get(error.tensor or "", error.tensor)
@@ -75,12 +83,12 @@ def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
         for name, parameter in root.named_parameters():
             if id(parameter) in wanted:
                 found.setdefault(id(parameter), set()).add(canonical(name))
-    return {of: names.pop() for of, names in found.items() if len(names) == 1}
+    return {parameter: names.pop() for parameter, names in found.items() if len(names) == 1}
 
 
 def modules_alive() -> list[nn.Module]:
     """All modules of the process, including those whose constructor has not run."""
-    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
 
 
 def skip_warning(name: str | None) -> str:

@@ -44,7 +44,7 @@ class Part:
     moments: tuple[str, ...] = ()
     """The names of its moments."""
     state: str = ""
-    """The key of its state in `Bound.states`."""
+    """The key of its state in `BoundParameters.states`."""
     shard: int = 0
     """Its index in that state."""
     plane: torch.Tensor | None = None
@@ -257,7 +257,7 @@ def largest(meshes: Iterable[Any], value: int) -> int:
     return value
 
 
-def _reduced(mesh: Any, values: list[float], how: str = "SUM") -> list[float]:
+def _reduced(mesh: Any, values: list[float], operation: str = "SUM") -> list[float]:
     """`values`, reduced over the mesh's ranks; unchanged on a rank outside the mesh."""
     import torch.distributed as dist
 
@@ -266,6 +266,6 @@ def _reduced(mesh: Any, values: list[float], how: str = "SUM") -> list[float]:
     reduced = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
-            op = getattr(dist.ReduceOp, how)
+            op = getattr(dist.ReduceOp, operation)
             settled(dist.all_reduce, reduced, op, group=mesh.get_group(dim))
     return reduced.tolist()

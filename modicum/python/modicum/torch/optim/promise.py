@@ -10,7 +10,7 @@ from modicum.torch.optim.binding import new_parts, on_meta
 from modicum.torch.optim.bound import moments_of
 from modicum.torch.optim.names import called
 from modicum.torch.optim.parts import Memory, Part
-from modicum.torch.optim.states import Stored, footprint, require_storable, stored_of
+from modicum.torch.optim.states import StoredStates, footprint, require_storable, stored_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Needs:
     parts: Sequence[Part] = ()
     """The parameters that will have state."""
 
-    def stored(self, names: Mapping[int, str]) -> Stored:
+    def stored(self, names: Mapping[int, str]) -> StoredStates:
         """The parts' state in files; empty if `names` lacks a parameter. `names`: the name in files
         by id of a parameter. Raises `UsageError` if a save does not support a part's state."""
         if any(id(part.parameter) not in names for part in self.parts):
@@ -37,7 +37,7 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
     by id of the parameter; no bytes if `memories` lacks a parameter on meta that trains. Raises
     `BudgetError` if the optimizer's ledger lacks room."""
     groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
-    if any(id(one) not in memories for one in on_meta(groups, wants)):
+    if any(id(parameter) not in memories for parameter in on_meta(groups, wants)):
         return Needs()
     parts = new_parts(groups, wants, bound, memories)
     options = optimizer._checked(groups)
@@ -50,5 +50,10 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
 
 def held_by(optimizer: AdamW) -> int:
     """The bytes of the optimizer's state on this rank, for all purposes together."""
-    held = optimizer.held.values()
-    return sum(size for of in held for purpose, size in of.items() if purpose != "parameters")
+    by_format = optimizer.held.values()
+    return sum(
+        size
+        for purposes in by_format
+        for purpose, size in purposes.items()
+        if purpose != "parameters"
+    )

@@ -16,7 +16,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
-class Protected:
+class ProtectedTensor:
     """A tensor, and how many of its bytes are protected."""
 
     owner: str
@@ -35,23 +35,23 @@ class Protection:
     def __init__(self) -> None:
         self._sources: list[Any] = []  # weak references to sources that may allocate more
         # By [begin, end) of a tensor's memory: the entry, and the finalizer of the storage.
-        self._done: dict[tuple[int, int], tuple[Protected, Any]] = {}
+        self._done: dict[tuple[int, int], tuple[ProtectedTensor, Any]] = {}
         self._hooks: list[Any] = []
 
     @property
-    def tensors(self) -> list[Protected]:
+    def tensors(self) -> list[ProtectedTensor]:
         """The protected tensors that still exist."""
-        return [of for of, undone in self._done.values() if undone.alive]
+        return [tensor for tensor, undone in self._done.values() if undone.alive]
 
     @property
     def bytes(self) -> int:
         """Bytes left out of forks."""
-        return sum(of.bytes for of in self.tensors)
+        return sum(tensor.bytes for tensor in self.tensors)
 
     @property
     def left_bytes(self) -> int:
         """Bytes of these tensors that forked children still inherit."""
-        return sum(of.left_bytes for of in self.tensors)
+        return sum(tensor.left_bytes for tensor in self.tensors)
 
     def renew(self) -> None:
         """Protects tensors that the sources have allocated since the last call. Called after every
@@ -73,26 +73,32 @@ class Protection:
         self._hooks, self._done, self._sources = [], {}, []
 
     def __str__(self) -> str:
-        lines = [f"{of.bytes:>14} {of.left_bytes:>8}  {of.owner}  {of.name}" for of in self.tensors]
+        lines = [
+            f"{tensor.bytes:>14} {tensor.left_bytes:>8}  {tensor.owner}  {tensor.name}"
+            for tensor in self.tensors
+        ]
         return "\n".join([f"{'protected':>14} {'left':>8}  bytes", *lines])
 
     def _add(self, found: Iterable[Holding]) -> None:
-        for of in found:
-            known = self._done.get((of.begin, of.end))
+        for holding in found:
+            known = self._done.get((holding.begin, holding.end))
             if known is not None and known[1].alive:
                 continue
-            begin = _first_page(of.begin)
-            size = max(0, of.end // _PAGE_BYTES * _PAGE_BYTES - begin)
+            begin = _first_page(holding.begin)
+            size = max(0, holding.end // _PAGE_BYTES * _PAGE_BYTES - begin)
             exclusion = _exclude(begin, size)
             size = size if exclusion else 0
-            left = of.end - of.begin - size
+            left = holding.end - holding.begin - size
             # Freed memory may be allocated again for something else. Children forked after that
             # must inherit it. A child forked before that has only a reserved address range there:
             # if it frees the memory itself, `undo` maps pages into the range.
-            storage = of.tensor.untyped_storage()
+            storage = holding.tensor.untyped_storage()
             undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False
-            self._done[of.begin, of.end] = (Protected(of.owner, of.name, size, left), undone)
+            self._done[holding.begin, holding.end] = (
+                ProtectedTensor(holding.owner, holding.name, size, left),
+                undone,
+            )
 
     def _follow(self, source: Any) -> None:
         """Calls `renew` after each step of the optimizer that allocates the source's state."""
@@ -150,7 +156,7 @@ def protect(*sources: Any) -> Protection:
 
 
 def _protectable(source: Any) -> Iterator[Holding]:
-    return (of for of in holdings(source) if of.owner != WEIGHTS)
+    return (holding for holding in holdings(source) if holding.owner != WEIGHTS)
 
 
 def _first_page(begin: int) -> int:

@@ -30,8 +30,8 @@ def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 # ---- groups
 
 
-def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's groups `own`, updated by a deep copy of the options in `state_dict`."""
+def merged_groups(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups `param_groups`, updated by a deep copy of the options in `state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         keys, got = "keys 'state' and 'param_groups'", _keys_of(state_dict)
         raise refusal("USAGE", "the state dict", expected=keys, got=got)
@@ -39,12 +39,12 @@ def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[s
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         raise refusal("USAGE", "a parameter group of the state dict lacks 'params'")
     lengths = [len(group["params"]) for group in groups]
-    if lengths != (expected := [len(group["params"]) for group in own]):
+    if lengths != (expected := [len(group["params"]) for group in param_groups]):
         what = "the state dict has other parameter groups"
         raise refusal("MISMATCH", what, expected=str(expected), got=str(lengths))
     left_out = {"params", "param_names", *IMPLEMENTATION}
     merged = []
-    for group, new in zip(own, groups, strict=True):
+    for group, new in zip(param_groups, groups, strict=True):
         if new.get("amsgrad", group["amsgrad"]) != group["amsgrad"]:
             amsgrad = str(group["amsgrad"])
             got = str(new["amsgrad"])
@@ -131,8 +131,8 @@ def _is_absent(value: Any) -> bool:
 def is_begun(values: Values) -> bool:
     """Whether a parameter's values differ from the initial ones, step 0 and zeros."""
     return values["step"] > 0 or any(
-        isinstance(of, torch.Tensor) and bool(of.any())
-        for name, of in values.items()
+        isinstance(value, torch.Tensor) and bool(value.any())
+        for name, value in values.items()
         if name not in ("step", "master")
     )
 
@@ -163,8 +163,8 @@ def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
         raise refusal("MISMATCH", f"its {name}", tensor=part.name, expected=expected, got=got)
     line = line.to("cpu")
     least = -math.inf if name in ("exp_avg", "master") else 0.0
-    for at, given in chunks(line):
-        piece = given.float()
+    for at, chunk in chunks(line):
+        piece = chunk.float()
         low, high = (bound.item() for bound in piece.aminmax())  # both are NaN if any element is
         if math.isfinite(low) and math.isfinite(high) and low >= least:
             continue

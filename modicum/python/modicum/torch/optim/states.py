@@ -44,12 +44,12 @@ def has_master(part: Part) -> bool:
     return part.local.dtype != torch.float32
 
 
-Stored = list[tuple[str, str, list[int], str, bool]]
+StoredStates = list[tuple[str, str, list[int], str, bool]]
 """(name, dtype, shape, format, whether it is its own master) of each parameter whose state is in
 files: the argument of `_modicum.StateFiles`."""
 
 
-def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> Stored:
+def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> StoredStates:
     """`name_of`: returns a part's name in files. The parts' `format` must be set."""
     return [
         (
@@ -167,9 +167,9 @@ def make_states(
     pins, unpins = _registrar(pin)
     return {
         key: _modicum.AdamW(
-            of, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
+            shard_list, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
         )
-        for key, of in shards.items()
+        for key, shard_list in shards.items()
     }
 
 
@@ -193,8 +193,8 @@ def _footprint(
     shards: Shards, made_with: MadeWith, options: Sequence[_modicum.AdamOptions]
 ) -> Counter[str]:
     needed: Counter[str] = Counter()
-    for key, of in shards.items():
-        needed.update(_modicum.adamw_footprint(of, options, **made_with[key]))
+    for key, shard_list in shards.items():
+        needed.update(_modicum.adamw_footprint(shard_list, options, **made_with[key]))
     return needed
 
 

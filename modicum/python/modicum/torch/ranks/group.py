@@ -112,9 +112,9 @@ class Ranks:
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
         """Calls `make` on rank 0, then `local` on every rank. Returns the result of `make`, and the
         results of `local` by rank. Collective. A rank without a store calls `make` itself."""
-        made = make() if self.rank == 0 or self._store is None else None
-        made, brought = self._settle(local(), lambda brought: [made, brought])
-        return made, brought
+        result = make() if self.rank == 0 or self._store is None else None
+        result, brought = self._settle(local(), lambda brought: [result, brought])
+        return result, brought
 
     def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
         """Raises CONFLICT, naming the first rank whose digest differs from rank 0's, and, with the
@@ -135,9 +135,9 @@ class Ranks:
     def agree_on(self, facts: Mapping[str, str]) -> None:
         """Raises CONFLICT, as `agree` does, if ranks have different facts (values by name), or
         another order of them. Collective."""
-        own = [*facts.items()]
-        digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16)
-        self.agree(digest.hexdigest(), own)
+        items = [*facts.items()]
+        digest = hashlib.blake2b(json.dumps(items).encode(), digest_size=16)
+        self.agree(digest.hexdigest(), items)
 
     def barrier(self) -> None:
         """Returns once every rank has called this as often as this rank. Collective."""
@@ -296,12 +296,12 @@ class Ranks:
         if self.rank == 0:
             self._until(lambda: store.count(key) == self.world_size, key, limit_s)
             brought = store.take(*(f"{key}/{rank}" for rank in range(self.world_size)))
-            made = json.dumps(judge([json.loads(text) for text in brought]))
-            store.put(f"{key}/all", made)
+            judged = json.dumps(judge([json.loads(text) for text in brought]))
+            store.put(f"{key}/all", judged)
         else:
             self._until(lambda: store.has(f"{key}/all"), key, limit_s)
-            [made] = store.take(f"{key}/all")
-        return json.loads(made)
+            [judged] = store.take(f"{key}/all")
+        return json.loads(judged)
 
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
@@ -356,8 +356,10 @@ class Ranks:
             return
         lost = self._neighbours.check(lambda rank: self._shared.count(f"beat/{rank}"))
         if lost is not None:
-            rank, how = lost
-            self.report(self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {how}"))
+            rank, cause = lost
+            self.report(
+                self._blaming(rank, "PEER", f"rank {rank} (pid {self._pids[rank]}) {cause}")
+            )
 
     def _tell(
         self, board: Board, progress: Callable[[int], object], ended: threading.Event
@@ -385,10 +387,12 @@ class Ranks:
         """Reports `error` to the others. Returns the error that this rank raises."""
         if self._store is None:
             return error
-        own = self._naming_this_rank(document_of(error))
-        counts = self.report(own)
+        document = self._naming_this_rank(document_of(error))
+        counts = self.report(document)
         self._part()
-        if not isinstance(error, Exception) or (counts == own and not isinstance(error, Error)):
+        if not isinstance(error, Exception) or (
+            counts == document and not isinstance(error, Error)
+        ):
             return error
         return from_json(counts)
 
@@ -425,8 +429,8 @@ class Ranks:
 
     # ---- documents
 
-    def _losing_the_store(self, how: str) -> Error:
-        what = "the store of the process group, hosted by {}, " + how
+    def _losing_the_store(self, cause: str) -> Error:
+        what = "the store of the process group, hosted by {}, " + cause
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._fail(document_with("PEER", what.format("the launcher")))
         else:
@@ -468,7 +472,7 @@ class Ranks:
 def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
     """(the first rank whose digest differs from rank 0's, the number of further such ranks, rank
     0's digest, that rank's digest), or None. Called on rank 0, whose result all ranks get."""
-    others = [rank for rank, of in enumerate(digests) if of != digests[0]]
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
@@ -486,11 +490,11 @@ def _remedy(name: str, expected: str, got: str) -> str:
     return ": build the same model, with the same dtypes and ties, on every rank"
 
 
-def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
+def _first_difference(facts: list[Any], other: list[Any]) -> tuple[str, str, str]:
     """The first difference of two lists of (name, value) that differ: the name, and both values."""
-    known, found = dict(one), dict(other)
+    known, found = dict(facts), dict(other)
     for name in [*known, *found]:
         if known.get(name) != found.get(name):
             return name, known.get(name, "none"), found.get(name, "none")
-    expected, got = next((a, b) for (a, _), (b, _) in zip(one, other, strict=True) if a != b)
+    expected, got = next((a, b) for (a, _), (b, _) in zip(facts, other, strict=True) if a != b)
     return _ORDER, expected, got

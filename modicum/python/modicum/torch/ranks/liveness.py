@@ -90,7 +90,7 @@ def ranks_per_node(processes: Sequence[Process]) -> int | None:
 
 
 @dataclass
-class _Watched:
+class _RankGroup:
     """Ranks that are checked together: they count as alive if any of them is."""
 
     ranks: list[int]
@@ -121,10 +121,10 @@ class Neighbours:
         self._watched = []
         if following != rank:
             sees = processes[rank].sees(processes[following])
-            self._watched.append(_Watched([following], sees))
+            self._watched.append(_RankGroup([following], sees))
         if rank == here[0] and len(nodes) > 1:
             order = list(nodes.values())
-            self._watched.append(_Watched(order[(order.index(here) + 1) % len(order)], False))
+            self._watched.append(_RankGroup(order[(order.index(here) + 1) % len(order)], False))
 
     def check(self, beat_of: Callable[[int], int]) -> tuple[int, str] | None:
         """A rank that counts as dead, and the reason ("is gone", ...); or None. Call it every

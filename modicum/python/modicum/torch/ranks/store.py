@@ -50,8 +50,8 @@ class LoadStore:
         self._lost: str | None = None
         self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
-        own = self._ask(store.clone, slices=CONNECT_SLICES)
-        self._store = dist.PrefixStore(prefix or f"modicum/{next(_loads)}", own)
+        clone = self._ask(store.clone, slices=CONNECT_SLICES)
+        self._store = dist.PrefixStore(prefix or f"modicum/{next(_loads)}", clone)
 
     def part(self, name: str) -> Any:
         """A store with a prefix inside this one. The thread that uses that store must clone it."""
@@ -75,13 +75,13 @@ class LoadStore:
     def put(self, key: str, text: str) -> None:
         """Sets `key` to a text of any length, to be read by take()."""
         data = text.encode()
-        how = "plain"
+        encoding = "plain"
         if len(data) > COMPRESSED_BYTES:
-            data, how = zlib.compress(data, 1), "zlib"
+            data, encoding = zlib.compress(data, 1), "zlib"
         places = range(PIECE_BYTES, len(data), PIECE_BYTES)
         for index, at in enumerate(places):
             self._set(f"{key}/{index}", data[at : at + PIECE_BYTES])
-        self._set(key, f"{len(places)} {how} ".encode() + data[:PIECE_BYTES])
+        self._set(key, f"{len(places)} {encoding} ".encode() + data[:PIECE_BYTES])
 
     def take(self, *keys: str) -> list[str]:
         """The texts of keys that put() has set."""
@@ -89,9 +89,9 @@ class LoadStore:
         for at in range(0, len(keys), KEYS_AT_ONCE):
             some = list(keys[at : at + KEYS_AT_ONCE])
             for key, value in zip(some, self._ask(self._store.multi_get, some), strict=True):
-                pieces, how, first = value.split(b" ", 2)
+                pieces, encoding, first = value.split(b" ", 2)
                 more = [self._ask(self._store.get, f"{key}/{i}") for i in range(int(pieces))]
-                texts.append(_text_of(b"".join([first, *more]), how))
+                texts.append(_text_of(b"".join([first, *more]), encoding))
         return texts
 
     def forget(self, *more: str) -> None:
@@ -124,5 +124,5 @@ class LoadStore:
         raise self._on_loss(self._lost)
 
 
-def _text_of(data: bytes, how: bytes) -> str:
-    return (zlib.decompress(data) if how == b"zlib" else data).decode()
+def _text_of(data: bytes, encoding: bytes) -> str:
+    return (zlib.decompress(data) if encoding == b"zlib" else data).decode()

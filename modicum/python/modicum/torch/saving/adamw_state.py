@@ -10,7 +10,7 @@ from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.states import Stored, require_storable, stored_of
+from modicum.torch.optim.states import StoredStates, require_storable, stored_of
 from modicum.torch.saving.tensor_state import FILE, kind_of, numbers_of
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.shards.placements import Shardings
@@ -42,7 +42,7 @@ class AdamWState:
         return name
 
     @property
-    def parameters(self) -> Stored:
+    def parameters(self) -> StoredStates:
         """The argument of `_modicum.StateFiles`: all parameters, the same on every rank."""
         return stored_of(self._parts, self._name_of)
 
@@ -67,18 +67,20 @@ class AdamWState:
         """About how many bytes of state this rank saves: its share of elements as first replica."""
         shardings = Shardings()
         first = sum(p.local.numel() for p in self._parts if _is_first(p, shardings))
-        held = self._optimizer.held.values()
-        saved = sum(of.get("moments", 0) + of.get("master", 0) for of in held)
+        bytes_by_format = self._optimizer.held.values()
+        saved = sum(
+            purposes.get("moments", 0) + purposes.get("master", 0) for purposes in bytes_by_format
+        )
         return saved * first // max(sum(p.local.numel() for p in self._parts), 1)
 
     def facts(self) -> str:
         """The text of state.json."""
-        made = zip(self._parts, bound_of(self._optimizer).counts.tolist(), strict=True)
-        steps = [(self._name_of(part), int(count)) for part, count in made]
+        counted = zip(self._parts, bound_of(self._optimizer).counts.tolist(), strict=True)
+        steps = [(self._name_of(part), int(count)) for part, count in counted]
         have = {name for name, _ in steps}
         without = [name for name in self._names.values() if name not in have]
-        of = self._optimizer
-        return _modicum.state_text(of.state_format, of.seed, steps, without)
+        optimizer = self._optimizer
+        return _modicum.state_text(optimizer.state_format, optimizer.seed, steps, without)
 
     def note_loaded(self) -> None:
         """Adopts the planes and the step counts that were read into the states."""
@@ -100,7 +102,7 @@ def facts_for(optimizer: AdamW, state: str) -> str:
     if not is_torchs(state):
         return state
     with as_damage(FILE):
-        steps = [(fqn, int(own["step"])) for fqn, own in numbers_of(state).items()]
+        steps = [(fqn, int(numbers["step"])) for fqn, numbers in numbers_of(state).items()]
     return _modicum.state_text("fp32", optimizer.seed, steps, [])
 
 

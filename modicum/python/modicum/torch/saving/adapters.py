@@ -23,7 +23,7 @@ from modicum.recipes.nodes import Node, caller
 from modicum.recipes.structure import class_before_sharding, inside_wrappers
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.weights import Form, Held, Writing, require_values, writing_of
+from modicum.torch.saving.weights import Form, LocalTensor, Writing, require_values, writing_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.wrappers import canonical
 
@@ -68,8 +68,8 @@ def _trained_besides(model: Model, names: dict[str, str]) -> Sequence[str]:
     saved = {id(model.tensors[name].tensor) for name in names.values()}
     return [
         name
-        for name, of in model.tensors.items()
-        if of.tensor.requires_grad and id(of.tensor) not in saved
+        for name, entry in model.tensors.items()
+        if entry.tensor.requires_grad and id(entry.tensor) not in saved
     ]
 
 
@@ -79,9 +79,9 @@ def names_of_peft(model: Model) -> dict[str, str]:
 
     wrapped = inside_wrappers(model.module)
     (adapter,) = _adapters_of(wrapped)
-    own: dict[int, str] = {}
-    for name, of in model.tensors.items():
-        own.setdefault(id(of.tensor), name)
+    model_names: dict[int, str] = {}
+    for name, entry in model.tensors.items():
+        model_names.setdefault(id(entry.tensor), name)
     state = get_peft_model_state_dict(
         wrapped,
         state_dict=_state_by_module(wrapped),
@@ -90,10 +90,10 @@ def names_of_peft(model: Model) -> dict[str, str]:
     )
     names: dict[str, str] = {}
     for name, tensor in state.items():
-        if id(tensor) not in own:
+        if id(tensor) not in model_names:
             what = "a tensor of PEFT's file is no tensor of the model: PEFT computes or gathers it"
             raise refusal("UNSUPPORTED", what, tensor=name)
-        names[canonical(name)] = own[id(tensor)]
+        names[canonical(name)] = model_names[id(tensor)]
     return dict(sorted(names.items()))
 
 
@@ -157,8 +157,8 @@ def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
     """The goal of PEFT's file, made of tensors of the model. Collective."""
     require_values(model)
     targets: dict[str, Node] = {}
-    for name, own in names_of_peft(model).items():
-        tensor = model.tensors[own].tensor
+    for name, model_name in names_of_peft(model).items():
+        tensor = model.tensors[model_name].tensor
         targets[name] = caller(dtype_name(tensor.dtype), [*tensor.shape])
     nothing = _modicum.open_checkpoint(None)
     text = json.dumps({"targets": targets, "unused": []})
@@ -169,12 +169,16 @@ def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
 def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of the adapters' tensors into PEFT's file."""
     shardings = Shardings()
-    held = []
-    for own in names_of_peft(model).values():
-        of = model.tensors[own]
-        sharding = shardings.of(of.tensor, own).unpadded()
-        held.append(Held(of.local, sharding, of.tensor, comes_from_first=not of.is_parameter))
-    return writing_of(goal.recipe, held, ranks, form)
+    tensors = []
+    for name in names_of_peft(model).values():
+        entry = model.tensors[name]
+        sharding = shardings.of(entry.tensor, name).unpadded()
+        tensors.append(
+            LocalTensor(
+                entry.local, sharding, entry.tensor, comes_from_first=not entry.is_parameter
+            )
+        )
+    return writing_of(goal.recipe, tensors, ranks, form)
 
 
 def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
@@ -186,8 +190,8 @@ def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
         raise refusal("MISMATCH", what, file=step.name)
     targets: dict[str, Node] = {}
     again = []  # PEFT's further names of a tensor, under which the file has the same values
-    for name, own in names_of_peft(Model.of(model)).items():
-        if own in targets:
+    for name, model_name in names_of_peft(Model.of(model)).items():
+        if model_name in targets:
             again.append(name)
-        targets.setdefault(own, {"op": "stored", "name": name})
+        targets.setdefault(model_name, {"op": "stored", "name": name})
     return Recipe(targets, again)

@@ -55,7 +55,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import versions_of
 from modicum.torch.ranks.refusals import is_refused, note_delivery
 from modicum.torch.saving.report import SaveReport
-from modicum.torch.saving.running import LOCK_LIMIT_S, Begun
+from modicum.torch.saving.running import LOCK_LIMIT_S, OpenSave
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import READS, Course, Event, State
 
@@ -71,22 +71,24 @@ _REFUSE_LIMIT_S = 30.0
 _POLL_S = 0.1
 
 
-class Watched:
+class WatchedTensors:
     """The tensors that only Modicum may write to during a save, and their version counters."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._noted = {id(of): (name, of, versions_of(of)) for name, of in tensors}
+        self._noted = {id(tensor): (name, tensor, versions_of(tensor)) for name, tensor in tensors}
 
     def changed(self) -> str | None:
         """The name of the first tensor that was written to since it was noted, or None."""
         noted = self._noted.values()
-        return next((name for name, of, version in noted if versions_of(of) != version), None)
+        return next(
+            (name for name, tensor, version in noted if versions_of(tensor) != version), None
+        )
 
     def renote(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes the version counters of `tensors` again, after Modicum has written to them."""
-        for of in tensors:
-            if id(of) in self._noted:
-                self._noted[id(of)] = (self._noted[id(of)][0], of, versions_of(of))
+        for tensor in tensors:
+            if id(tensor) in self._noted:
+                self._noted[id(tensor)] = (self._noted[id(tensor)][0], tensor, versions_of(tensor))
 
 
 class AsyncSave:
@@ -100,15 +102,15 @@ class AsyncSave:
     """
 
     def __init__(
-        self, begun: Begun, finish: Callable[[dict[str, Any], Any], SaveReport], sigterm: Sigterm
+        self, begun: OpenSave, finish: Callable[[dict[str, Any], Any], SaveReport], sigterm: Sigterm
     ) -> None:
-        """`finish`: as `Begun.finish`. `start` must follow."""
+        """`finish`: as `OpenSave.finish`. `start` must follow."""
         assert begun.planned.snapshot is not None
         self._begun, self._finish, self._sigterm = begun, finish, sigterm
         self._rank, self._world_size = begun.ranks.rank, begun.ranks.world_size
         self._name = begun.name
         self._snapshot = begun.planned.snapshot
-        self._watched = Watched(begun.watched())
+        self._watched = WatchedTensors(begun.watched())
         self._is_on_device = begun.planned.model.is_on_device
         self._blocked_s = 0.0
         self._course = Course()

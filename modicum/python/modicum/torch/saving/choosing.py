@@ -19,7 +19,7 @@ the step and its facts."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenStep:
     """A step to read."""
 
     path: Path
@@ -34,7 +34,7 @@ class Chosen:
 
 def chosen_step(
     root: Path, ranks: Ranks, names_for: NamesFor, skipped: list[dict[str, Any]]
-) -> Chosen:
+) -> ChosenStep:
     """The newest step of a root whose headers and texts are as recorded, or the step `root`.
     Collective. If another process removes the step meanwhile, chooses once more.
 
@@ -52,28 +52,28 @@ def chosen_step(
     def find() -> dict[str, Any]:
         if (root / "COMMIT").exists():
             return _modicum.check_step(str(root))
-        return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
+        return _modicum.newest_step(str(root), [(step["step"], step["reason"]) for step in skipped])
 
     while True:
         facts, _ = ranks.once(find, lambda: None)
-        for one in facts.get("skipped", []):
-            skip(skipped, one, ranks)
+        for step in facts.get("skipped", []):
+            skip(skipped, step, ranks)
         files = _files_of(facts, ranks, names_for)
         is_newest = "skipped" in facts
         if files is not None:
             path, facts = Path(facts["path"]), facts | {"skipped": [*skipped]}
-            return Chosen(path, facts, files, is_newest=is_newest)
+            return ChosenStep(path, facts, files, is_newest=is_newest)
         if is_again or not is_newest:
             raise removed(Path(facts["path"]))
         is_again = True
         skipped.clear()
 
 
-def skip(skipped: list[dict[str, Any]], one: dict[str, Any], ranks: Ranks) -> None:
+def skip(skipped: list[dict[str, Any]], step: dict[str, Any], ranks: Ranks) -> None:
     """Adds a damaged step, a dict of its number and the reason. Rank 0 warns of it."""
-    skipped.append(one)
+    skipped.append(step)
     if ranks.rank == 0:
-        warn_script(f"modicum: step {one['step']} is skipped: {one['reason']}")
+        warn_script(f"modicum: step {step['step']} is skipped: {step['reason']}")
 
 
 def removed(step: Path) -> Exception:

@@ -14,14 +14,14 @@ def damage_of(path: Path, ranks: Ranks) -> str | None:
     none; None if another process has removed the step meanwhile. Collective; the result is the same
     on every rank."""
     board = _modicum.Board(ranks)
-    own: str | None = None
+    damage: str | None = None
     try:
         with ranks.watching(board):
-            own = _modicum.step_fault(str(path), ranks.rank, ranks.world_size, board)
+            damage = _modicum.step_fault(str(path), ranks.rank, ranks.world_size, board)
     except Error:
         if not is_gone(path):
             raise
-    damages = ranks.gather(None if own != "" and is_gone(path) else own)
+    damages = ranks.gather(None if damage != "" and is_gone(path) else damage)
     return None if None in damages else next(filter(None, damages), "")
 
 
@@ -41,6 +41,6 @@ def set_damaged_aside(root: Path, step: int, ranks: Ranks) -> list[dict[str, Any
             return []
     if not damage:
         raise failure("CONFLICT", "the step has been saved already", file=path.name)
-    how = (str(root), step, damage, found["uuid"])
-    aside, _ = ranks.once(lambda: _modicum.set_aside(*how), lambda: None)
+    arguments = (str(root), step, damage, found["uuid"])
+    aside, _ = ranks.once(lambda: _modicum.set_aside(*arguments), lambda: None)
     return [aside]

@@ -43,7 +43,7 @@ def common_of(document: Any) -> Any:
     return decode(document, COMMON)
 
 
-def bytes_of(own: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
     """The safetensors file of one rank's `extra_per_rank=`. Raises `UsageError` for values that
     can't be stored, and for more JSON than `read` would take."""
     tensors: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ def bytes_of(own: Any) -> bytes:
         tensors.append(tensor)
         return str(len(tensors) - 1)
 
-    text = json.dumps(encode(own, "extra_per_rank", keep))
+    text = json.dumps(encode(value, "extra_per_rank", keep))
     header: dict[str, Any] = {"__metadata__": {"extra": text}}
     at = 0
     for name, tensor in enumerate(tensors):
@@ -110,7 +110,7 @@ def values_of(files: Mapping[str, bytes], saved_by: int, ranks: int) -> tuple[An
     `extra_per_rank` is a list unless `saved_by` equals `ranks`. Raises `IntegrityError` for a file
     that `text_of` or `bytes_of` did not make."""
     extra = common_of(json_in(files[COMMON], COMMON)) if COMMON in files else None
-    own = [read(data, name) for name, data in files.items() if name.startswith(_RANK)]
-    if not own:
+    by_rank = [read(data, name) for name, data in files.items() if name.startswith(_RANK)]
+    if not by_rank:
         return extra, None
-    return extra, own[0] if ranks == saved_by else own
+    return extra, by_rank[0] if ranks == saved_by else by_rank

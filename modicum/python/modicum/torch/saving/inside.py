@@ -31,13 +31,13 @@ from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.examining import damage_of
-from modicum.torch.saving.planning import LAST, Ask
+from modicum.torch.saving.planning import LAST, SaveRequest
 from modicum.torch.saving.report import ResumeReport, SaveReport
 from modicum.torch.saving.resume import find, load_state, resume_by
 from modicum.torch.saving.save import save_together
 from modicum.torch.saving.shared import require_same, seen_by_all
 from modicum.torch.saving.weights import Form
-from modicum.torch.saving.writing import Flight
+from modicum.torch.saving.writing import StepInFlight
 from modicum.upstream.checkpoints import folders_in
 from modicum.upstream.torch_fsdp import reshard
 
@@ -49,7 +49,7 @@ _IN_FLIGHT = ".partial-"
 _TRASH = ".trash-"
 
 
-class Inside(Flight):
+class StepInDirectory(StepInFlight):
     """A step inside a directory, from its first file until it is published."""
 
     def __init__(self, directory: Path) -> None:
@@ -71,17 +71,21 @@ class Inside(Flight):
         ranks.agree_on({"argument directory": str(self.directory.absolute())})
         if ranks.rank == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-        how: dict[str, Any] = {"root": str(self.directory), "step": self.number, "inside": True}
-        self._place = super().begin(ranks, **how)
+        arguments: dict[str, Any] = {
+            "root": str(self.directory),
+            "step": self.number,
+            "inside": True,
+        }
+        self._place = super().begin(ranks, **arguments)
 
-    def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
+    def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
         """Makes the subdirectories, and syncs the other programs' files, which are all written by
-        now. Collective. Returns the same as `Flight.begin`."""
+        now. Collective. Returns the same as `StepInFlight.begin`."""
         assert self._place is not None
         place = self._place
 
         def make() -> None:
-            for name in how["directories"]:
+            for name in arguments["directories"]:
                 _modicum.make_directory(place[0] / name)
             _sync(self.directory)
 
@@ -102,38 +106,43 @@ def _sync(directory: Path) -> None:
 
 def save_inside(
     model: nn.Module,
-    flight: Inside,
+    flight: StepInDirectory,
     optimizer: torch.optim.Optimizer | None,
-    how: Mapping[str, Any],
+    options: Mapping[str, Any],
     ranks: Ranks,
 ) -> SaveReport:
-    """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
-    budget, staging, shard_size and adapters, as for `save`."""
-    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
-    ask = Ask(
+    """Saves into the directory of `flight`, which is open, and commits. Collective. `options`:
+    ledger, budget, staging, shard_size and adapters, as for `save`."""
+    form = Form(
+        shard_size=options.get("shard_size"),
+        staging=options["staging"],
+        adapters=options["adapters"],
+    )
+    ask = SaveRequest(
         root=flight.directory, step=flight.number, keep=None, form=form,
-        ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=None, per_rank=None,
+        ledger=options["ledger"] or _modicum.Ledger(), budget=options["budget"], extra=None,
+        per_rank=None,
     )  # fmt: skip
     return save_together(model, optimizer, ask, ranks, flight)
 
 
-def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> ResumeReport:
-    """Loads the model, and compares what it reads with the step's digests. Collective. `how`: as
-    `arguments` of `resume_by`. The step does not become the model's origin, since a later save may
-    remove it."""
+def load_inside(model: nn.Module, directory: Path, arguments: Mapping[str, Any]) -> ResumeReport:
+    """Loads the model, and compares what it reads with the step's digests. Collective. `arguments`:
+    as `arguments` of `resume_by`. The step does not become the model's origin, since a later save
+    may remove it."""
     require_whole(directory)
     reshard(model)
     if (directory / FILE).exists():
-        return resume_by(lambda: how, model, directory)
+        return resume_by(lambda: arguments, model, directory)
     with keeping_origin(model):
-        resumed = resume_by(lambda: {**how, "unexpected": "ignore"}, model, directory)
+        resumed = resume_by(lambda: {**arguments, "unexpected": "ignore"}, model, directory)
         origin = origin_of(model)
         assert origin is not None
         filled = json.loads(origin.text)["targets"]
         tensors = Model.of(model).tensors
         known = {id(tensors[name].tensor) for name in filled}
-        for name, of in tensors.items():
-            if id(of.tensor) not in known:
+        for name, entry in tensors.items():
+            if id(entry.tensor) not in known:
                 what = "the checkpoint lacks a tensor of the model: build the model that was "
                 what += "saved, or pass the checkpoint to from_pretrained and missing= to loading()"
                 raise refusal("MISMATCH", what, file=directory.name, tensor=name)
@@ -195,7 +204,7 @@ def fault_of(directory: Path) -> str:
 
 def _steps_in(directory: Path) -> list[Path]:
     """The steps of a checkpoint: itself, and those of the models after the first."""
-    return [one for one in (directory, *folders_in(directory)) if is_step(one)]
+    return [folder for folder in (directory, *folders_in(directory)) if is_step(folder)]
 
 
 def fault_for_all(directory: Path, ranks: Ranks) -> str:
@@ -238,9 +247,9 @@ def rotate(
     """
     with _warning():
         _empty(trash)
-        for one in _superfluous(directories, limit, best, saved):
+        for step in _superfluous(directories, limit, best, saved):
             with _warning():
-                _modicum.rename(one, trash / f"{_TRASH}{one.name}")
+                _modicum.rename(step, trash / f"{_TRASH}{step.name}")
         _empty(trash)
 
 
@@ -248,17 +257,17 @@ def _superfluous(
     directories: Sequence[Path], limit: int, best: Path | None, saved: str
 ) -> list[Path]:
     """The checkpoints that `rotate` removes."""
-    is_whole = {one: not fault_of(one) for one in directories}
-    age = {one: (_saved_at(one), at) for at, one in enumerate(directories)}
-    whole = [one for one in directories if (one.name == saved if saved else is_whole[one])]
-    newest = max(whole, key=lambda one: age[one], default=None)
+    is_whole = {step: not fault_of(step) for step in directories}
+    age = {step: (_saved_at(step), at) for at, step in enumerate(directories)}
+    whole = [step for step in directories if (step.name == saved if saved else is_whole[step])]
+    newest = max(whole, key=lambda step: age[step], default=None)
     if newest is None:
         return []
-    newer = [one for one in directories if age[one] > age[newest]]
+    newer = [step for step in directories if age[step] > age[newest]]
     kept = {newest, *newer, *([best] if best else [])}
-    removable = [one for one in directories if one not in kept]
+    removable = [step for step in directories if step not in kept]
     # Stable: the lowest number of each kind first.
-    removable.sort(key=lambda one: (is_whole[one], age[one][1] < age[newest][1]))
+    removable.sort(key=lambda step: (is_whole[step], age[step][1] < age[newest][1]))
     return removable[: max(0, len(directories) - len(newer) - limit)]
 
 

@@ -53,7 +53,7 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SaveRequest:
     """The arguments of a save; see `save`."""
 
     root: Path
@@ -96,21 +96,21 @@ class Ask:
         return None if self.extra is None else text_of(self.extra)
 
     @property
-    def own(self) -> bytes | None:
+    def rank_extra(self) -> bytes | None:
         """This rank's file of `extra_per_rank`."""
         return None if self.per_rank is None else bytes_of(self.per_rank)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSave:
     """A save that fits the budget, before it starts."""
 
-    ask: Ask
+    ask: SaveRequest
     model: Writing
     state: StateWriting | None
     texts: list[tuple[str, str]]
     """Files that rank 0 writes: (path in the step, text)."""
-    own: bytes | None
+    rank_extra: bytes | None
     """This rank's file of `extra_per_rank`."""
     promised: list[tuple[int, int]]
     """By rank: (bytes of the process at its peak, limit of the ledger)."""
@@ -124,8 +124,12 @@ class Planned:
 
 
 def plan_of(
-    ask: Ask, model: Model, goal: Goal, optimizer: torch.optim.Optimizer | None, ranks: Ranks
-) -> Planned:
+    ask: SaveRequest,
+    model: Model,
+    goal: Goal,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+) -> PlannedSave:
     """The plan of a save. Collective.
 
     Raises:
@@ -142,9 +146,9 @@ def plan_of(
     if optimizer is not None:
         texts.append((groups.FILE, groups.text_of(optimizer, names)))
     if isinstance(optimizer, AdamW):
-        held = AdamWState(optimizer, names)
-        ask.form.require_exact((name, dtype) for name, dtype, *_ in held.parameters)
-        state = AdamWWriting(held, background=ask.form.background)
+        adamw_state = AdamWState(optimizer, names)
+        ask.form.require_exact((name, dtype) for name, dtype, *_ in adamw_state.parameters)
+        state = AdamWWriting(adamw_state, background=ask.form.background)
     elif optimizer is not None:
         state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts)
     return planned_of(ask, goal, Parts(writing, state, texts), ranks)
@@ -171,27 +175,29 @@ class Parts:
     texts: list[tuple[str, str]]
 
 
-def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
+def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> PlannedSave:
     """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit, CONFLICT
     if replicas differ."""
     writing, state, texts = parts.model, parts.state, parts.texts
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
-    own = ask.own
-    files = [] if own is None else [file_of(rank) for rank in range(ranks.world_size)]
+    rank_extra = ask.rank_extra
+    files = [] if rank_extra is None else [file_of(rank) for rank in range(ranks.world_size)]
     _modicum.require_recordable(writing.plan, texts, files, **(state.published if state else {}))
     needs: list[tuple[Mapping[str, int], int]] = [(writing.bytes_held, writing.plan.gather_bytes)]
     needs += [(state.held, state.gather_bytes)] if state else []
-    held = _modicum.save_footprint(needs, len(own or b""))
+    held_bytes = _modicum.save_footprint(needs, len(rank_extra or b""))
     gather_bytes = max(gather for _, gather in needs)
     snapshot = None
     if ask.form.background:
         snapshot = _snapshot_of(parts, ranks)
-        held["snapshot"] = snapshot.bytes
+        held_bytes["snapshot"] = snapshot.bytes
     own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
-    promised = _promised(ask, goal, held, ranks)
+    promised = _promised(ask, goal, held_bytes, ranks)
     require_equal([writing, *(state.writings if state else ())], ranks)
-    return Planned(ask, writing, state, texts, own, promised, snapshot, own_bytes, gather_bytes)
+    return PlannedSave(
+        ask, writing, state, texts, rank_extra, promised, snapshot, own_bytes, gather_bytes
+    )
 
 
 def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
@@ -202,17 +208,19 @@ def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
     return _modicum.Snapshot(window, ranks.rank, tensors, states)
 
 
-def _promised(ask: Ask, goal: Goal, held: Mapping[str, int], ranks: Ranks) -> list[tuple[int, int]]:
+def _promised(
+    ask: SaveRequest, goal: Goal, held_bytes: Mapping[str, int], ranks: Ranks
+) -> list[tuple[int, int]]:
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
     per_node = ranks.ranks_per_node or ranks.world_size
     budget, source = budget_of(ask.options, goal.memories, baselines, per_node)
-    most = {purpose: max(of) for purpose, of in _of_ranks(held, ranks).items()}
+    most = {purpose: max(by_rank) for purpose, by_rank in _of_ranks(held_bytes, ranks).items()}
     return _modicum.save_promise(
         most, baselines, ranks_per_node=per_node, budget=budget, budget_source=source
     )
 
 
-def _of_ranks(held: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
+def _of_ranks(held_bytes: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
     """The bytes of each rank, by purpose. Ranks differ by their extra files."""
-    gathered = ranks.gather(dict(held))
-    return {purpose: [of.get(purpose, 0) for of in gathered] for purpose in held}
+    gathered = ranks.gather(dict(held_bytes))
+    return {purpose: [purposes.get(purpose, 0) for purposes in gathered] for purpose in held_bytes}

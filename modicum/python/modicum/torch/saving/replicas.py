@@ -22,7 +22,7 @@ from modicum import _modicum
 from modicum.errors import failure
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.weights import Held, Writing
+from modicum.torch.saving.weights import LocalTensor, Writing
 from modicum.torch.shards.placements import Sharding
 from modicum.torch.shards.tensors import as_bytes
 
@@ -43,13 +43,13 @@ def require_equal(writings: Sequence[Writing], ranks: Ranks) -> None:
         return
     digests: Digests = {}
     with ThreadPoolExecutor(cpus_of_rank(ranks.ranks_per_node)) as threads:
-        made = threads.map(digest_of, [held.local for _, held in replicated])
-    for (name, held), digest in zip(replicated, made, strict=True):
-        digests.setdefault(held.sharding, []).append((name, digest))
+        new_digests = threads.map(digest_of, [tensor.local for _, tensor in replicated])
+    for (name, tensor), digest in zip(replicated, new_digests, strict=True):
+        digests.setdefault(tensor.sharding, []).append((name, digest))
     shardings = [*digests]
-    own = [hashlib.blake2b(repr(of).encode(), digest_size=8) for of in digests.values()]
+    hashes = [hashlib.blake2b(repr(group).encode(), digest_size=8) for group in digests.values()]
     verdict = ranks.gather(
-        [of.hexdigest() for of in own], lambda brought: _first_other(shardings, brought)
+        [digest.hexdigest() for digest in hashes], lambda brought: _first_other(shardings, brought)
     )
     if verdict is None:
         return
@@ -57,9 +57,9 @@ def require_equal(writings: Sequence[Writing], ranks: Ranks) -> None:
     pair = [digests[shardings[number]] if ranks.rank == rank else None for rank in (first, other)]
     brought = ranks.gather(pair)
     name, expected, got = next(
-        (name, one, another)
-        for (name, one), (_, another) in zip(brought[first][0], brought[other][1], strict=True)
-        if one != another
+        (name, digest, another)
+        for (name, digest), (_, another) in zip(brought[first][0], brought[other][1], strict=True)
+        if digest != another
     )
     what = "replicas of this tensor differ: make them equal before the save, as by a broadcast, or "
     what += 'save those of the first rank that holds them by SaveOptions(replicas="first")'
@@ -67,13 +67,13 @@ def require_equal(writings: Sequence[Writing], ranks: Ranks) -> None:
     raise failure("CONFLICT", what, tensor=name, **facts)
 
 
-def _replicated(writing: Writing, rank: int) -> Iterator[tuple[str, Held]]:
+def _replicated(writing: Writing, rank: int) -> Iterator[tuple[str, LocalTensor]]:
     """(name, tensor) for each tensor that other ranks hold as well and help to write."""
-    for target, held in zip(writing.recipe.targets, writing.held, strict=True):
-        if target["alias_of"] is not None or held.comes_from_first:
+    for target, tensor in zip(writing.recipe.targets, writing.local_tensors, strict=True):
+        if target["alias_of"] is not None or tensor.comes_from_first:
             continue
-        if len(_modicum.Shard(held.sharding, target["shape"], rank).replicas) > 1:
-            yield target["name"], held
+        if len(_modicum.Shard(tensor.sharding, target["shape"], rank).replicas) > 1:
+            yield target["name"], tensor
 
 
 def _first_other(

@@ -102,7 +102,9 @@ class ResumeReport(Printed):
         return shown | {"load": self.load.document}
 
     def __str__(self) -> str:
-        skipped = "".join(f"skipped step {one['step']}: {one['reason']}\n" for one in self.skipped)
+        skipped = "".join(
+            f"skipped step {step['step']}: {step['reason']}\n" for step in self.skipped
+        )
         return (
             f"{skipped}{self.path}: step {self.step}, {self.read_bytes / MIB:.2f} MiB read in "
             f"{self.elapsed_s:.2f} s\n{self.load}"

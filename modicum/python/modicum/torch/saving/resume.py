@@ -30,7 +30,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import arguments_in, load_by, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.overwritten import fill_undefined, overwriting
-from modicum.torch.loading.planning import Later, Size
+from modicum.torch.loading.planning import LaterMemory, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
@@ -119,13 +119,13 @@ def resume_by(
     model, optimizer = inside_ddp(model), unwrapped(optimizer)
 
     @cache
-    def how() -> dict[str, Any]:
+    def named_arguments() -> dict[str, Any]:
         named = _DEFAULTS | {**arguments()}
         named["ledger"], named["budget"] = taken(named["ledger"], named["budget"])
         return named
 
     try:
-        return _newest(model, run, optimizer, how, begin)
+        return _newest(model, run, optimizer, named_arguments, begin)
     except BaseException as error:
         if fill_undefined(model) and isinstance(error, Error):
             error.args = (f"{error}; the model's values are undefined (NaN) now",)
@@ -136,14 +136,14 @@ def _newest(
     model: nn.Module,
     run: str | Path,
     optimizer: torch.optim.Optimizer | None,
-    how: Callable[[], dict[str, Any]],
+    arguments: Callable[[], dict[str, Any]],
     begin: float,
 ) -> ResumeReport:
-    """Loads the newest step that is intact. Collective. `how`: as for `find`."""
+    """Loads the newest step that is intact. Collective. `arguments`: as for `find`."""
     skipped: list[dict[str, Any]] = []
     was_removed = False
     while True:
-        found = find(run, optimizer, skipped, how)
+        found = find(run, optimizer, skipped, arguments)
         try:
             return _resume_from(found, model, optimizer, begin)
         except (FormatError, IntegrityError, IoError) as error:
@@ -163,7 +163,7 @@ def _is_removed(step: Path) -> bool:
         return any(ranks.gather(is_gone(step)))
 
 
-def _is_skipped(found: "Found", error: Error, skipped: list[dict[str, Any]]) -> bool:
+def _is_skipped(found: "FoundStep", error: Error, skipped: list[dict[str, Any]]) -> bool:
     """Whether the step is damaged, and an older one of its root may take its place; adds it to
     `skipped` then. Collective."""
     if not is_damage(error) or not found.is_newest or _is_removed(found.path):
@@ -173,51 +173,51 @@ def _is_skipped(found: "Found", error: Error, skipped: list[dict[str, Any]]) -> 
 
 
 def _resume_from(
-    found: "Found",
+    found: "FoundStep",
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     begin: float,
 ) -> ResumeReport:
     """Loads the model and the optimizer."""
-    how = {**found.how}
-    declared = _declared(model, optimizer, found, is_cast=how["dtype"] is not None)
-    with _reading(model, found.path, how) as files:
-        report = load_by(lambda: how | {"optimizer": declared}, model, files)
+    arguments = {**found.load_arguments}
+    declared = _declared(model, optimizer, found, is_cast=arguments["dtype"] is not None)
+    with _reading(model, found.path, arguments) as files:
+        report = load_by(lambda: arguments | {"optimizer": declared}, model, files)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with outside_inference(model), Ranks.of_world().together() as ranks:
         state = LoadedState(0, 0, [])
         if optimizer is not None:
-            state = load_state(model, optimizer, found, how["ledger"], ranks)
+            state = load_state(model, optimizer, found, arguments["ledger"], ranks)
             read += sum(ranks.gather(state.read_bytes))
         saved_by = found.facts["world_size"]
-        common, own = extra.values_of(found.files, saved_by, ranks.world_size)
+        common, by_rank = extra.values_of(found.files, saved_by, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return ResumeReport(
         step=found.facts["step"], path=str(found.path), skipped=found.facts["skipped"],
-        load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
+        load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=by_rank,
         compared_bytes=report.compared_bytes + state.compared_bytes,
         not_compared=[*report.not_compared, *state.not_compared],
     )  # fmt: skip
 
 
 @contextmanager
-def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path]:
-    """The path to load the model from. For a step of adapters alone it sets their recipe in `how`,
-    unless the caller has given one, and leaves the model's remembered source checkpoint unchanged.
-    Collective."""
+def _reading(model: nn.Module, step: Path, arguments: dict[str, Any]) -> Iterator[Path]:
+    """The path to load the model from. For a step of adapters alone it sets their recipe in
+    `arguments`, unless the caller has given one, and leaves the model's remembered source
+    checkpoint unchanged. Collective."""
     with Ranks.of_world().together():
         adapters = recipe_of_step(model, step)
     if adapters is None:
         yield step
         return
-    if how["recipe"] is None:
-        how |= IN_PLACE_OF_A_RECIPE | {"recipe": adapters}
+    if arguments["recipe"] is None:
+        arguments |= IN_PLACE_OF_A_RECIPE | {"recipe": adapters}
     with keeping_origin(model):
         yield step / FILE
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStep:
     """The step to resume from."""
 
     path: Path
@@ -226,8 +226,8 @@ class Found:
     files: dict[str, bytes]
     """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
     is_newest: bool
-    """As in `Chosen`."""
-    how: Mapping[str, Any]
+    """As in `ChosenStep`."""
+    load_arguments: Mapping[str, Any]
     """The arguments of `load_by`, by name."""
 
     @property
@@ -253,8 +253,8 @@ class Found:
 
 
 def _declared(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found, *, is_cast: bool
-) -> list[AdamW | Later]:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: FoundStep, *, is_cast: bool
+) -> list[AdamW | LaterMemory]:
     """What the promise of the model's load includes for the optimizer's state. Collective.
     `is_cast`: whether the load may change dtypes."""
     if optimizer is None:
@@ -263,36 +263,36 @@ def _declared(
         facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
         if facts.get("state_format") == optimizer.state_format:
             return [optimizer]
-        return [optimizer, Later({"staging": _modicum.CONVERTED_STATE_BYTES})]
+        return [optimizer, LaterMemory({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
         saved = _saved_state(found)._replace(step=None if is_cast else found.path)
-        return [Later(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
+        return [LaterMemory(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
-def _saved_state(found: Found) -> SavedState:
+def _saved_state(found: FoundStep) -> SavedState:
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     state = _modicum.open_checkpoint(folder)
-    return SavedState(state, found.state, found.how["staging"], found.path)
+    return SavedState(state, found.state, found.load_arguments["staging"], found.path)
 
 
 def find(
     run: str | Path,
     optimizer: torch.optim.Optimizer | None,
     skipped: list[dict[str, Any]],
-    how: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
-) -> Found:
+    arguments: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
+) -> FoundStep:
     """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
     has what the optimizer needs. Collective.
 
     Args:
         skipped: as for `chosen_step`.
-        how: returns the arguments of `load_by` by name, or raises an error of this rank.
+        arguments: returns the arguments of `load_by` by name, or raises an error of this rank.
     """
     in_flight.finish()
     with Ranks.of_world().together() as ranks:
         in_flight.deliver()
-        named, root = how(), root_of(run)
+        named, root = arguments(), root_of(run)
         ranks.agree_on({"argument run": str(root)})
 
         def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
@@ -301,7 +301,7 @@ def find(
             return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
 
         chosen = chosen_step(root, ranks, names_for, skipped)
-        found = Found(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
+        found = FoundStep(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
         if optimizer is not None:
             _require_same(optimizer, found.state)
     return found
@@ -310,7 +310,11 @@ def find(
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
     """Raises `UsageError` if the optimizer differs in class or seed from the saved one, or has
     parameters that can't be trained."""
-    if any(one.is_inference() for group in optimizer.param_groups for one in group["params"]):
+    if any(
+        parameter.is_inference()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
         what = "the optimizer has a parameter that was made in inference mode and can't be trained"
         raise refusal("UNSUPPORTED", what, expected="a model built outside torch.inference_mode()")
     if not isinstance(optimizer, AdamW):
@@ -339,7 +343,7 @@ class LoadedState:
 def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    found: Found,
+    found: FoundStep,
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> LoadedState:
@@ -372,7 +376,7 @@ def _load_adamw(
     state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks, has_masters: bool
 ) -> dict[str, Any]:
     board = _modicum.Board(ranks)
-    held = state.held(to_save=False)
+    shards = state.held(to_save=False)
     with ranks.watching(board):
         outcome = _modicum.load_state(
             saved.tensors,
@@ -381,7 +385,7 @@ def _load_adamw(
             ranks.rank,
             board,
             ledger,
-            held,
+            shards,
             has_masters,
         )
     state.note_loaded()
@@ -391,14 +395,14 @@ def _load_adamw(
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
     """Raises `UsageError` if a parameter was frozen at the save and has state now, or the other way
     round."""
-    own = {name for name, *_ in state.parameters}
+    trained = {name for name, *_ in state.parameters}
     for name in _modicum.state_facts(saved.facts)["without_state"]:
-        if name in own:
+        if name in trained:
             what = "the parameter was frozen when the step was saved, and has state in this run: "
             what += "freeze it before AdamW is made, and unfreeze it after the resume"
             raise refusal("MISMATCH", what, tensor=name)
-    frozen = {*names.values()} - own
-    for name in (of.rpartition(".")[0] for of in saved.tensors.stored):
+    frozen = {*names.values()} - trained
+    for name in (stored.rpartition(".")[0] for stored in saved.tensors.stored):
         if name in frozen:
             what = "the step has state of a parameter that is frozen in this run: "
             what += "unfreeze it before the resume; afterwards it may be frozen again"

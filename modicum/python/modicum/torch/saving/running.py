@@ -15,33 +15,33 @@ from modicum import _modicum
 from modicum.errors import Error, IoError
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra
-from modicum.torch.saving.planning import Planned
+from modicum.torch.saving.planning import PlannedSave
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import threads_of
-from modicum.torch.saving.writing import Flight, Where, write_tensors
+from modicum.torch.saving.writing import StepInFlight, WriteContext, write_tensors
 
 LOCK_LIMIT_S = 60.0
 """How long a save waits for another one that publishes in the same root."""
 _POLL_S = 0.05
 
 
-def run(planned: Planned, ranks: Ranks, flight: Flight) -> SaveReport:
+def run(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> SaveReport:
     """Saves in the foreground. Collective. Returns the same report on every rank."""
-    begun = Begun(planned, ranks, flight)
+    begun = OpenSave(planned, ranks, flight)
     return begun.finish(begun.write())
 
 
-def write(planned: Planned, ranks: Ranks, flight: Flight) -> list[dict[str, Any]]:
+def write(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> list[dict[str, Any]]:
     """Writes the files of all ranks without publishing the step. Collective. Returns the outcomes
     by rank."""
-    return ranks.gather(Begun(planned, ranks, flight).write())
+    return ranks.gather(OpenSave(planned, ranks, flight).write())
 
 
-class Begun:
+class OpenSave:
     """A planned save whose directory exists."""
 
-    def __init__(self, planned: Planned, ranks: Ranks, flight: Flight) -> None:
+    def __init__(self, planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> None:
         """Makes the directory and, in the background, the files. Collective."""
         ask, self._began = planned.ask, time.monotonic()
         self.planned, self.ranks, self._flight = planned, ranks, flight
@@ -61,9 +61,11 @@ class Begun:
         # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
         threads = threads_of(ranks, background=snapshot is not None)
-        self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
+        self._where = WriteContext(
+            ranks, self.board, ask.ledger, directory, point, threads, snapshot
+        )
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
-        self._warnings += [one["warning"] for one in flight.damaged]
+        self._warnings += [step["warning"] for step in flight.damaged]
         self._outcomes: list[dict[str, Any]] = []  # of all ranks
         self._published: dict[str, Any] = {}  # of rank 0
         self._created = 0
@@ -83,7 +85,7 @@ class Begun:
         return created
 
     @property
-    def _of_state(self) -> Where:
+    def _of_state(self) -> WriteContext:
         return replace(self._where, directory=self._where.directory / "optimizer")
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,16 +115,16 @@ class Begun:
                 outcome = write_tensors(planned.model, where)
                 if planned.state is not None:
                     state = planned.state.write(replace(self._of_state, gather=where.gather))
-                    outcome = {name: of + state[name] for name, of in outcome.items()}
+                    outcome = {name: count + state[name] for name, count in outcome.items()}
             self._flight.require_in_place()
         finally:
             if where.snapshot is None:
                 ledger.limit_bytes = outside
             self._flight.leave()
         outcome["written_bytes"] += self._created
-        if planned.own is not None:
+        if planned.rank_extra is not None:
             name = extra.file_of(where.ranks.rank)
-            extra.write(where.directory / name, planned.own)
+            extra.write(where.directory / name, planned.rank_extra)
         written_s = time.monotonic() - self._began
         return outcome | {"written_s": written_s, "held_bytes": _peak_bytes()}
 
@@ -194,21 +196,22 @@ class Begun:
         return SaveReport(
             step=ask.step,
             path=published["path"],
-            written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),
-            read_bytes=sum(of["read_bytes"] for of in outcomes),
-            gathered_bytes=sum(of["gathered_bytes"] for of in outcomes),
-            elapsed_s=max(of["written_s"] for of in outcomes),
+            written_bytes=published["written_bytes"]
+            + sum(outcome["written_bytes"] for outcome in outcomes),
+            read_bytes=sum(outcome["read_bytes"] for outcome in outcomes),
+            gathered_bytes=sum(outcome["gathered_bytes"] for outcome in outcomes),
+            elapsed_s=max(outcome["written_s"] for outcome in outcomes),
             durable_s=published["durable_s"],
             durable=published["durable"],
             promised_bytes=max(promised for promised, _ in self.planned.promised),
-            held_bytes=max(of["held_bytes"] for of in (*outcomes, published)),
-            blocked_s=max(of.get("blocked_s", published["durable_s"]) for of in outcomes),
-            kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
+            held_bytes=max(outcome["held_bytes"] for outcome in (*outcomes, published)),
+            blocked_s=max(outcome.get("blocked_s", published["durable_s"]) for outcome in outcomes),
+            kept_bytes=max(outcome.get("kept_bytes", 0) for outcome in outcomes),
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
             damaged=[
-                {key: value for key, value in one.items() if key != "warning"}
-                for one in self._flight.damaged
+                {key: value for key, value in step.items() if key != "warning"}
+                for step in self._flight.damaged
             ],
             warnings=published["warnings"] + self._warnings,
         )
@@ -228,14 +231,14 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
         return None, []
     per_node = ranks.ranks_per_node or 1
     first, count = ranks.rank - ranks.rank % per_node, per_node
-    made = None
+    gather = None
     if ranks.rank == first:
         with suppress(IoError):
-            made = _modicum.SharedGather(count, part_bytes)
-    told = ranks.gather([ranks.rank, made.address if made else ""])
-    if [rank for rank, _ in told] != [*range(ranks.world_size)]:  # torch's fake process group
+            gather = _modicum.SharedGather(count, part_bytes)
+    addresses = ranks.gather([ranks.rank, gather.address if gather else ""])
+    if [rank for rank, _ in addresses] != [*range(ranks.world_size)]:  # torch's fake process group
         return None, []
-    shared = made or _modicum.SharedGather.open(told[first][1], count, part_bytes)
+    shared = gather or _modicum.SharedGather.open(addresses[first][1], count, part_bytes)
     mapped = ranks.gather(shared is not None)
     failed = [rank for rank, is_mapped in enumerate(mapped) if not is_mapped]
     warnings = [
@@ -248,13 +251,13 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
     return shared, warnings
 
 
-def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]:
+def publish(planned: PlannedSave, world_size: int, flight: StepInFlight) -> dict[str, Any]:
     """Publishes what all ranks have written. Called on rank 0."""
     assert flight.step is not None
     more: list[tuple[str, str | None]] = [*planned.texts]
-    if planned.own is not None:
+    if planned.rank_extra is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
-    how = planned.state.published if planned.state else {}
+    arguments = planned.state.published if planned.state else {}
     if planned.ask.sigterm.grace_s is not None:
-        how = how | {"lock_limit_s": min(LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
-    return flight.step.publish(planned.model.plan, more=more, **how)
+        arguments = arguments | {"lock_limit_s": min(LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
+    return flight.step.publish(planned.model.plan, more=more, **arguments)

@@ -25,13 +25,13 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.background import AsyncSave
-from modicum.torch.saving.planning import Ask, Planned, plan_of, root_of
+from modicum.torch.saving.planning import PlannedSave, SaveRequest, plan_of, root_of
 from modicum.torch.saving.report import SaveReport
-from modicum.torch.saving.running import Begun
+from modicum.torch.saving.running import OpenSave
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import Form, goal_of
-from modicum.torch.saving.writing import Flight
+from modicum.torch.saving.writing import StepInFlight
 from modicum.upstream.wrappers import unwrapped
 
 
@@ -129,7 +129,7 @@ class Arguments:
     def grace(self) -> float | None:
         return self.options.grace if isinstance(self.options, SaveOptions) else None
 
-    def ask(self, sigterm: Sigterm) -> Ask:
+    def ask(self, sigterm: Sigterm) -> SaveRequest:
         """Raises `UsageError` for a wrong argument, on the ranks that have it."""
         options = read_options(self.function, SaveOptions, self.options)
         holding = read_options(self.function, MemoryPolicy, self.memory, ("staging", "ledger"))
@@ -140,7 +140,7 @@ class Arguments:
             **{name: options[name] for name in names}, staging=holding["staging"],
             background=is_background,
         )  # fmt: skip
-        return Ask(
+        return SaveRequest(
             root_of(self.run), self.step, self.keep, form, ledger, budget, self.extra,
             self.extra_per_rank, sigterm,
         )  # fmt: skip
@@ -149,7 +149,7 @@ class Arguments:
 def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
     called = time.monotonic()
     in_flight.finish()
-    flight, sigterm = Flight(), Sigterm(arguments.grace)
+    flight, sigterm = StepInFlight(), Sigterm(arguments.grace)
     with ExitStack() as stack:
         stack.push(sigterm.leave)
         stack.callback(flight.end)
@@ -173,9 +173,9 @@ def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
 def save_together(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    ask: Ask,
+    ask: SaveRequest,
     ranks: Ranks,
-    flight: Flight,
+    flight: StepInFlight,
 ) -> SaveReport:
     """Saves in the foreground, inside a context of `Ranks.together` that the caller has entered."""
     begun = _begun(model, optimizer, ask, ranks, flight)
@@ -187,10 +187,10 @@ def save_together(
 def _begun(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    ask: Ask,
+    ask: SaveRequest,
     ranks: Ranks,
-    flight: Flight,
-) -> Begun:
+    flight: StepInFlight,
+) -> OpenSave:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model, reshards=True)
     require_defined(whole)
@@ -202,13 +202,13 @@ def _begun(
         goal = goal_of_adapters(whole, ranks)
     else:
         goal = goal_of(whole, ranks, ask.form.source, origin_of(model), ask.form.unused)
-    return Begun(plan_of(ask, whole, goal, optimizer, ranks), ranks, flight)
+    return OpenSave(plan_of(ask, whole, goal, optimizer, ranks), ranks, flight)
 
 
 def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
     """(name, value) for the tensors of torch that a save reads, among other values of the state.
     `modicum.torch.AdamW` keeps the memory of its state itself."""
-    yield from ((name, of.tensor) for name, of in model.tensors.items())
+    yield from ((name, entry.tensor) for name, entry in model.tensors.items())
     if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AdamW):
         names = model.names
         for parameter, entry in optimizer.state.items():
@@ -218,12 +218,12 @@ def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tup
 
 def _finished(
     model: nn.Module,
-    begun: Begun,
+    begun: OpenSave,
     outcome: dict[str, Any],
     note: Callable[[Event], object] = lambda _: None,
 ) -> SaveReport:
     """Publishes the save after its last byte. Collective. On any thread. `note`: as for
-    `Begun.finish`."""
+    `OpenSave.finish`."""
     report = begun.finish(outcome, note)
     _follow(model, begun.planned, report)
     return report
@@ -242,7 +242,7 @@ def _kind(optimizer: Any) -> str:
     return type(optimizer).__name__
 
 
-def _follow(model: nn.Module, planned: Planned, report: SaveReport) -> None:
+def _follow(model: nn.Module, planned: PlannedSave, report: SaveReport) -> None:
     """The new step becomes the model's origin if the old origin is a step next to it, which `keep`
     or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin is gone."""
     origin = origin_of(model)

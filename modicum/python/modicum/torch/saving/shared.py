@@ -56,5 +56,5 @@ def require_same(step: Path, uuid: str, ranks: Ranks) -> None:
 def _not_shared(directory: Path, rank: int) -> Error:
     what = f"IO: the root is not shared: rank {rank} does not see the directory of rank 0 after "
     what += f"{SEEN_S:.0f} s (file {directory})"
-    told = {"category": "IO", "code": exit_codes()["IO"], "message": what}
-    return from_json(json.dumps({"error": told | {"file": directory.name}}))
+    failure = {"category": "IO", "code": exit_codes()["IO"], "message": what}
+    return from_json(json.dumps({"error": failure | {"file": directory.name}}))

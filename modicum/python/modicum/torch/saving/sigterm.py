@@ -151,7 +151,7 @@ def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
     return COMMIT_S + MARGIN * left_bytes * passed_s / written if written else float("inf")
 
 
-def _preempted(how: str, rest_s: float, left_s: float) -> Exception:
+def _preempted(cause: str, rest_s: float, left_s: float) -> Exception:
     rest = "nothing is written yet" if rest_s == float("inf") else f"the rest takes {rest_s:.1f} s"
-    what = f"{how} ended the save ({rest}, the grace has {left_s:.1f} s left)"
+    what = f"{cause} ended the save ({rest}, the grace has {left_s:.1f} s left)"
     return from_json(document_with("PREEMPTED", what))

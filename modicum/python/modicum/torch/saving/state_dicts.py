@@ -31,7 +31,7 @@ from modicum.torch.saving import groups
 from modicum.torch.saving.tensor_state import Entry
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.saving.values import decode, encode
-from modicum.torch.saving.weights import Form, Held, Writing, writing_of
+from modicum.torch.saving.weights import Form, LocalTensor, Writing, writing_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
@@ -40,11 +40,11 @@ Place = tuple[str | int, ...]
 """The path of a value: keys and indices, the outermost first."""
 
 KEY = "dcp"
-"""The key in `extra` under which `Split.facts` is saved."""
+"""The key in `extra` under which `SplitStateDict.facts` is saved."""
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitStateDict:
     """The parts of a state dict."""
 
     model: dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class Split:
 
 
 class Facts(NamedTuple):
-    """What `Split.facts` has saved."""
+    """What `SplitStateDict.facts` has saved."""
 
     model_at: Place
     values: dict[str, Any]
@@ -81,7 +81,7 @@ class Facts(NamedTuple):
 
 def facts_in(extra: Any, file: str) -> Facts | None:
     """The facts in the `extra` of a step; None without facts. Raises `IntegrityError`, which names
-    `file`, for others than `Split.facts` gives."""
+    `file`, for others than `SplitStateDict.facts` gives."""
     if not isinstance(extra, dict) or KEY not in extra:
         return None
     found = extra[KEY]
@@ -106,14 +106,14 @@ def nested(flat: Mapping[str, Any], mappings: Mapping[str, Place]) -> dict[str, 
     whole: dict[Any, Any] = {}
     for key, value in flat.items():
         place = mappings.get(key, (key,))
-        into = whole
+        parent = whole
         for part in place[:-1]:
-            into = into.setdefault(part, {})
-        into[place[-1]] = value
+            parent = parent.setdefault(part, {})
+        parent[place[-1]] = value
     return whole
 
 
-def split(state: Mapping[str, Any]) -> Split:
+def split(state: Mapping[str, Any]) -> SplitStateDict:
     """The parts of a state dict. Raises `UsageError` if they do not fit into a step."""
     found = list(_leaves(state, ()))
     optims = [place for place, value in _mappings(state, ()) if _is_optimizer(value)]
@@ -121,17 +121,19 @@ def split(state: Mapping[str, Any]) -> Split:
         what, got = "the state dict has several optimizers", ", ".join(map(flat_key, optims))
         raise refusal("UNSUPPORTED", what, expected="the state dict of one optimizer", got=got)
     at = optims[0] if optims else None
-    given = {} if at is None else _at(state, at)
-    is_flat = at is not None and "param_groups" not in given
-    optim = None if at is None else _optimizer_of(_nested(given) if is_flat else given, at)
-    rest = [of for of in found if at is None or of[0][: len(at)] != at]
+    optim_dict = {} if at is None else _at(state, at)
+    is_flat = at is not None and "param_groups" not in optim_dict
+    optim = (
+        None if at is None else _optimizer_of(_nested(optim_dict) if is_flat else optim_dict, at)
+    )
+    rest = [leaf for leaf in found if at is None or leaf[0][: len(at)] != at]
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
         raise not_under_one_key("model", map(flat_key, prefixes))
     values = {flat_key(place): value for place, value in rest if place not in tensors}
     model = {str(place[-1]): value for place, value in tensors.items()}
-    return Split(model, prefixes.pop(), optim, at or (), values, is_flat)
+    return SplitStateDict(model, prefixes.pop(), optim, at or (), values, is_flat)
 
 
 def not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
@@ -141,17 +143,17 @@ def not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
     return refusal("UNSUPPORTED", fault, expected="one key", got=got)
 
 
-def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
+def with_values_of_all(split_: SplitStateDict, ranks: Ranks) -> SplitStateDict:
     """`split_` with the values of all ranks: a rank may have keys that others lack, such as the
     state of its data loader. Collective. Raises `UsageError` if ranks have different values for a
     key."""
-    own = {key: encode(value, f"value of {key}") for key, value in split_.values.items()}
+    encoded = {key: encode(value, f"value of {key}") for key, value in split_.values.items()}
     values: dict[str, Any] = {}
-    for rank, found in enumerate(ranks.gather(own)):
+    for rank, found in enumerate(ranks.gather(encoded)):
         for key, value in found.items():
             # Not ==, which takes 1, 1.0 and True for equal.
             if repr(values.setdefault(key, value)) != repr(value):
-                expected, got = (repr(decode(of, key))[:200] for of in (values[key], value))
+                expected, got = (repr(decode(text, key))[:200] for text in (values[key], value))
                 what = f"value of {key} differs on rank {rank}"
                 raise refusal("MISMATCH", what, expected=expected, got=got)
     return replace(split_, values={key: decode(value, key) for key, value in values.items()})
@@ -159,8 +161,8 @@ def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
 
 def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
     if isinstance(value, Mapping):
-        for key, of in value.items():
-            yield from _leaves(of, (*at, key))
+        for key, item in value.items():
+            yield from _leaves(item, (*at, key))
     else:
         yield at, value
 
@@ -168,8 +170,8 @@ def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
 def _mappings(value: Any, at: Place) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     if isinstance(value, Mapping):
         yield at, value
-        for key, of in value.items():
-            yield from _mappings(of, (*at, key))
+        for key, item in value.items():
+            yield from _mappings(item, (*at, key))
 
 
 def _at(value: Any, place: Place) -> Any:
@@ -204,17 +206,17 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer_of(value: Mapping[str, Any], at: Place) -> dict[str, Any]:
     saved = value["param_groups"]
     listed = [*saved.values()] if isinstance(saved, Mapping) else saved
-    made = [{**group, "params": _listed(group["params"])} for group in listed]
-    encode(made, f"value of {flat_key((*at, 'param_groups'))}")  # only checks
+    param_groups = [{**group, "params": _listed(group["params"])} for group in listed]
+    encode(param_groups, f"value of {flat_key((*at, 'param_groups'))}")  # only checks
     state: dict[str, Any] = value.get("state", {})
-    return {"state": state, "param_groups": made}
+    return {"state": state, "param_groups": param_groups}
 
 
 def _listed(value: Any) -> list[str]:
     return [*value.values()] if isinstance(value, Mapping) else [*value]
 
 
-def groups_text(split_: Split, kind: str) -> str:
+def groups_text(split_: SplitStateDict, kind: str) -> str:
     """The text of optimizer/groups.json. `kind`: as state.json names the optimizer's class."""
     assert split_.optim is not None
     saved = ((group["params"], group) for group in split_.optim["param_groups"])
@@ -225,7 +227,7 @@ def groups_text(split_: Split, kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensors:
     """The model's tensors of a state dict, and the model itself if it is known."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -233,20 +235,20 @@ class Named:
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """The tensor in the model, from which FSDP2's sharding is known; None without it."""
-        of = None if self.model is None else self.model.tensors.get(name)
-        return None if of is None else of.tensor
+        entry = None if self.model is None else self.model.tensors.get(name)
+        return None if entry is None else entry.tensor
 
-    def held(self, name: str, shardings: Shardings) -> Held:
+    def held(self, name: str, shardings: Shardings) -> LocalTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
             what = "the state dict lacks a tensor of the model: save all of model.state_dict()"
             raise refusal("MISMATCH", what, tensor=name)
         # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
-        own = self.parameter(name)
-        alias = own if isinstance(own, nn.Parameter) else None
+        parameter = self.parameter(name)
+        alias = parameter if isinstance(parameter, nn.Parameter) else None
         sharding = shardings.of(tensor, name, alias_of=alias).unpadded()
-        is_buffer = own is not None and alias is None
-        return Held(local_of(tensor).detach(), sharding, tensor, comes_from_first=is_buffer)
+        is_buffer = parameter is not None and alias is None
+        return LocalTensor(local_of(tensor).detach(), sharding, tensor, comes_from_first=is_buffer)
 
     def entries(self, state: Mapping[str, Any]) -> list[Entry]:
         """The state of each parameter in an optimizer's state dict."""
@@ -293,22 +295,22 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 
 
-def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writing:
+def writing_of_named(named: NamedTensors, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of the state dict's tensors into files like those of the goal's checkpoint."""
     shardings = Shardings()
     names = [target["name"] for target in goal.recipe.targets]
-    held = [named.held(name, shardings) for name in names]
+    tensors = [named.held(name, shardings) for name in names]
     left = sorted(named.tensors.keys() - set(names))
     if left:
         what = "the state dict has a tensor that the model lacks"
         raise refusal("MISMATCH", what, tensor=left[0])
-    return writing_of(goal.recipe, held, ranks, form)
+    return writing_of(goal.recipe, tensors, ranks, form)
 
 
-def common_facts(split_: Split) -> dict[str, str]:
+def common_facts(split_: SplitStateDict) -> dict[str, str]:
     """What must be equal on all ranks, for `Ranks.agree_on`."""
     facts = {f"tensor {n}": f"{t.dtype} {[*t.shape]}" for n, t in split_.model.items()}
     kinds: Sequence[str] = ()
     if split_.optim is not None:
-        kinds = [f"{fqn}: {sorted(of)}" for fqn, of in split_.optim["state"].items()]
+        kinds = [f"{fqn}: {sorted(entry)}" for fqn, entry in split_.optim["state"].items()]
     return facts | {"the optimizer's state": str(kinds)}

@@ -23,7 +23,7 @@ from modicum.torch.saving.texts import as_damage
 from modicum.torch.saving.values import dtype_named, encode, is_scalar, plain
 from modicum.torch.saving.weights import (
     Form,
-    Held,
+    LocalTensor,
     Writing,
     memory_of,
     writing_of,
@@ -56,7 +56,7 @@ def writing_of_state(
         what, got = "an unknown wrapper around modicum.torch.AdamW", type(optimizer).__name__
         raise refusal("UNSUPPORTED", what, expected="the modicum.torch.AdamW in it", got=got)
     _refuse_hidden(optimizer)
-    entries: list[Entry] = [(name_of(p, names), p, of) for p, of in optimizer.state.items()]
+    entries: list[Entry] = [(name_of(p, names), p, entry) for p, entry in optimizer.state.items()]
     return writing_of_entries(entries, _kind(optimizer), ranks, form)
 
 
@@ -80,11 +80,11 @@ def writing_of_entries(
     of the optimizer's class in state.json."""
     shardings = Shardings()
     targets: dict[str, Node] = {}
-    held: list[Held] = []
+    tensors: list[LocalTensor] = []
     numbers: Numbers = {}
     form.require_exact((fqn, dtype_name(parameter.dtype)) for fqn, parameter, _ in entries)
     for fqn, parameter, entry in entries:
-        own = numbers.setdefault(fqn, {})
+        entry_numbers = numbers.setdefault(fqn, {})
         for key, value in entry.items():
             if "." in key:
                 what = "state of an optimizer under a key with a dot"
@@ -93,16 +93,16 @@ def writing_of_entries(
                 local = local_of(value)
                 targets[f"{fqn}.{key}"] = caller(dtype_name(value.dtype), [*value.shape])
                 sharding = shardings.of(parameter, fqn).unpadded()
-                held.append(Held(local.detach(), sharding, value))
+                tensors.append(LocalTensor(local.detach(), sharding, value))
             else:
-                own[key] = _number(value, f"{fqn}.{key}")
+                entry_numbers[key] = _number(value, f"{fqn}.{key}")
     facts = text(kind, numbers)
     if not targets:
         return None, facts
     nothing = _modicum.open_checkpoint(None)
     recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
     plain = Form(staging=form.staging, background=form.background, replicas=form.replicas)
-    return writing_of(recipe, held, ranks, plain), facts
+    return writing_of(recipe, tensors, ranks, plain), facts
 
 
 def text(kind: str, numbers: Numbers) -> str:
@@ -141,8 +141,8 @@ def numbers_of(facts: str) -> Numbers:
     document = _document(facts)
     with as_damage(FILE):
         return {
-            fqn: {key: _read(value) for key, value in own.items()}
-            for fqn, own in document["numbers"].items()
+            fqn: {key: _read(value) for key, value in entry.items()}
+            for fqn, entry in document["numbers"].items()
         }
 
 
@@ -159,10 +159,10 @@ def _read(number: Any) -> Any:
 
 def require_kind(optimizer: torch.optim.Optimizer, facts: str) -> None:
     """Raises `UsageError` unless state.json, `facts`, names the optimizer's class."""
-    saved, own = kind_of(facts), _kind(optimizer)
-    if saved != own:
+    saved, kind = kind_of(facts), _kind(optimizer)
+    if saved != kind:
         what = "the state was saved from an optimizer of another class"
-        raise refusal("MISMATCH", what, expected=saved, got=own)
+        raise refusal("MISMATCH", what, expected=saved, got=kind)
 
 
 def kind_of(facts: str) -> str:
@@ -197,7 +197,7 @@ def needed_by_tensors(
     """Host memory that `load_tensors` will take on this rank, bytes by purpose: new tensors, and
     staging to read them. Raises the same `UsageError` as `load_tensors`. Parameters may be on
     meta."""
-    own = {id(of.tensor): of for of in model.tensors.values()}
+    entries = {id(entry.tensor): entry for entry in model.tensors.values()}
     parameters = _parameters_of(optimizer, names, saved, numbers_of(saved.facts))
     shardings = Shardings()
     needed: Counter[str] = Counter()
@@ -210,7 +210,7 @@ def needed_by_tensors(
         is_row_major = local_of(parameter if here is None else here).is_contiguous()
         destination = "given" if is_row_major else "copy"
         to.append((shardings.of(parameter, fqn).unpadded(), destination))
-        device = device_of(model, own[id(parameter)]) if parameter.is_meta else parameter.device
+        device = device_of(model, entries[id(parameter)]) if parameter.is_meta else parameter.device
         if device.type == "cpu" and here is None:
             nbytes = local_of(parameter).numel() * _dtype(dtype).itemsize
             needed["moments"] += _allocated(nbytes)
@@ -265,17 +265,17 @@ def _require_dtypes(
     weights: dict[str, str] | None = None
     for name, (dtype, _) in state.stored.items():
         fqn = name.rpartition(".")[0]
-        own = dtype_name(parameters[fqn].dtype)
-        if dtype == own or dtype not in FLOATS or own not in FLOATS:
+        parameter_dtype = dtype_name(parameters[fqn].dtype)
+        if dtype == parameter_dtype or dtype not in FLOATS or parameter_dtype not in FLOATS:
             continue
         if weights is None:
             stored = _modicum.open_checkpoint(step).stored
-            weights = {weight: of for weight, (of, _) in stored.items()}
+            weights = {weight: weight_dtype for weight, (weight_dtype, _) in stored.items()}
         # A parameter that the load renames or stacks is compared with all weights.
-        if own not in ({weights[fqn]} if fqn in weights else weights.values()):
+        if parameter_dtype not in ({weights[fqn]} if fqn in weights else weights.values()):
             what = "the state was saved with a parameter of another dtype: build the model with "
             what += "the saved dtype, or resume without optimizer="
-            raise refusal("MISMATCH", what, tensor=fqn, expected=dtype, got=own)
+            raise refusal("MISMATCH", what, tensor=fqn, expected=dtype, got=parameter_dtype)
 
 
 def _value_here(
@@ -323,17 +323,17 @@ def load_tensors(
     parameters = _parameters_of(optimizer, names, saved, numbers)
     shardings = Shardings()
     state: dict[str, dict[str, Any]] = {}
-    held: list[Held] = []
+    tensors: list[LocalTensor] = []
     devices = devices_of_numbers(optimizer)
     # Keys of tensors like their parameters; those of 0-d parameters are among the numbers.
     like = {name.rpartition(".")[2] for name in saved.tensors.stored}
-    for fqn, own in numbers.items():
+    for fqn, entry_numbers in numbers.items():
         parameter = parameters[fqn]
         state[fqn] = {
             key: _like(parameter, value)
             if key in like and parameter.dim() == 0
             else _placed(value, devices[parameter])
-            for key, value in own.items()
+            for key, value in entry_numbers.items()
         }
     for name, (dtype, _) in saved.tensors.stored.items():
         fqn, _, key = name.rpartition(".")
@@ -341,9 +341,9 @@ def load_tensors(
         value = _value_here(optimizer, parameter, key, dtype)
         if value is None:
             value = torch.empty_like(parameter, dtype=_dtype(dtype), requires_grad=False)
-        held.append(Held(local_of(value), shardings.of(parameter, fqn).unpadded(), value))
+        tensors.append(LocalTensor(local_of(value), shardings.of(parameter, fqn).unpadded(), value))
         state.setdefault(fqn, {})[key] = value
-    outcome = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging) if held else None
+    outcome = _filled(_recipe_of(saved), tensors, ledger, ranks, saved.staging) if tensors else None
     optimizer.state.clear()
     for fqn, entry in state.items():
         optimizer.state[parameters[fqn]] = entry
@@ -375,19 +375,19 @@ def _like(parameter: torch.Tensor, number: Any) -> Any:
 
 def _filled(
     recipe: _modicum.Recipe,
-    held: list[Held],
+    tensors: list[LocalTensor],
     ledger: _modicum.Ledger,
     ranks: Ranks,
     staging: Size | None,
 ) -> dict[str, Any]:
-    """Reads this rank's part of the recipe's targets into `held`; returns the load's outcome."""
-    to = [(of.sharding, destination_of(of.local)) for of in held]
+    """Reads this rank's part of the recipe's targets into `tensors`; returns the load's outcome."""
+    to = [(tensor.sharding, destination_of(tensor.local)) for tensor in tensors]
     plan = _plan_of(recipe, to, ranks, staging)
-    given, others = memory_of(recipe, held)
+    host_bytes, others = memory_of(recipe, tensors)
     board = _modicum.Board(ranks)
     with ranks.watching(board):
         loaded = _modicum.load(
-            plan, ranks.rank, board, ledger, given=given,
+            plan, ranks.rank, board, ledger, given=host_bytes,
             copy=copying_into(others) if others else None,
             threads=cpus_of_rank(ranks.ranks_per_node),
         )  # fmt: skip

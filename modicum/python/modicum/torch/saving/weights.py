@@ -30,7 +30,7 @@ Fetch = Callable[[int, int, memoryview], None]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A tensor in a rank's memory, and its sharding over all ranks."""
 
     local: torch.Tensor
@@ -49,7 +49,7 @@ class Writing:
 
     plan: _modicum.SavePlan
     recipe: _modicum.Recipe
-    held: Sequence[Held]
+    local_tensors: Sequence[LocalTensor]
     fetch_bytes: int = 0
     """The most bytes of stacks and heaps that threads use to fetch elements that are not in
     row-major memory of the host. 0: all are."""
@@ -63,8 +63,8 @@ class Writing:
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
         """The bytes of row-major tensors on the host, by target, and the function that provides
         elements of all other tensors (None: there are none)."""
-        given, lines = memory_of(self.recipe, self.held)
-        return given, fetching(lines)
+        host_bytes, lines = memory_of(self.recipe, self.local_tensors)
+        return host_bytes, fetching(lines)
 
     @property
     def is_on_device(self) -> bool:
@@ -73,21 +73,23 @@ class Writing:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """(name, tensor, bytes as in `memory` or None) of each target."""
-        for at, (target, of) in enumerate(zip(self.recipe.targets, self.held, strict=True)):
-            yield target["name"], of.tensor, self.memory[0].get(at)
+        for at, (target, tensor) in enumerate(
+            zip(self.recipe.targets, self.local_tensors, strict=True)
+        ):
+            yield target["name"], tensor.tensor, self.memory[0].get(at)
 
     def bytes_of(self, ranks: Ranks) -> int:
         """About how many bytes this rank writes: replicas share their elements, and all ranks share
         the copied tensors."""
-        own = 0
-        for target, of in zip(self.recipe.targets, self.held, strict=True):
+        count = 0
+        for target, tensor in zip(self.recipe.targets, self.local_tensors, strict=True):
             if target["alias_of"] is None:
-                replicas = _modicum.Shard(of.sharding, target["shape"], ranks.rank).replicas
-                if of.comes_from_first:
-                    own += of.local.nbytes if replicas[0] == ranks.rank else 0
+                replicas = _modicum.Shard(tensor.sharding, target["shape"], ranks.rank).replicas
+                if tensor.comes_from_first:
+                    count += tensor.local.nbytes if replicas[0] == ranks.rank else 0
                 else:
-                    own += of.local.nbytes // len(replicas)
-        return own + self.plan.copied_bytes // ranks.world_size
+                    count += tensor.local.nbytes // len(replicas)
+        return count + self.plan.copied_bytes // ranks.world_size
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,12 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
             return _fitted(origin.text, model)
         assert source is not None
         _require_architecture(model, origin, source)
-        made = build_recipe(
+        recipe = build_recipe(
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip
-        _require_names(made, model, source, unused)
-        return _fitted(made.text(callers=True), model)
+        _require_names(recipe, model, source, unused)
+        return _fitted(recipe.text(callers=True), model)
 
     text, memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
@@ -174,7 +176,9 @@ def _require_architecture(model: Model, origin: Origin | None, source: str | Pat
     """Raises `UsageError` if config.json of the source has another `model_type` than the model's
     config or, if it has none, than the checkpoint from which it was loaded."""
     configs = [getattr(part.module, "config", None) for part in model.structure.parts]
-    kinds = [kind for of in configs if isinstance(kind := getattr(of, "model_type", None), str)]
+    kinds = [
+        kind for config in configs if isinstance(kind := getattr(config, "model_type", None), str)
+    ]
     if not any(kinds) and origin is not None and origin.source is not None:
         with suppress(Error):
             kinds = [_modicum.inspect(origin.source)["model_type"]]
@@ -184,7 +188,7 @@ def _require_architecture(model: Model, origin: Origin | None, source: str | Pat
     if other and any(kinds) and other not in (*kinds, *wholes):
         what, expected = "the source has another architecture (model_type)", " or ".join(kinds)
         raise refusal("MISMATCH", what, file=str(source), expected=expected, got=other)
-    layers = {getattr(of, "num_hidden_layers", None) for of in configs} - {None}
+    layers = {getattr(config, "num_hidden_layers", None) for config in configs} - {None}
     found = _layers_in(source)
     if layers and found is not None and found not in layers:
         what, expected = "the source has another number of layers", " or ".join(map(str, layers))
@@ -203,28 +207,28 @@ def _layers_in(source: str | Path) -> int | None:
     return None
 
 
-def _require_names(made: Recipe, model: Model, source: str | Path, unused: str) -> None:
+def _require_names(recipe: Recipe, model: Model, source: str | Path, unused: str) -> None:
     """Raises `UsageError` if the source has none of the model's tensors, as if the model had names
     of its own: the step would hold the source's values under the source's names. Also raises it if
     that may be so for a part of the model."""
-    new = made.missing
-    if all(name in new or node["op"] == "alias" for name, node in made.targets.items()):
+    new = recipe.missing
+    if all(name in new or node["op"] == "alias" for name, node in recipe.targets.items()):
         what = "the source has no tensor of the model: give a checkpoint with the model's names, "
         what += "or load the model with LoadRules(recipe=...) or key_mapping= and leave out source="
-        raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(made.targets), ""))
-    own = [name for name in new if model.structure.members[name].adapter is None]
-    if own and made.unexpected and unused == "copy":
-        what = f"the source lacks this tensor, and the model lacks '{made.unexpected[0]}' of the "
+        raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(recipe.targets), ""))
+    model_names = [name for name in new if model.structure.members[name].adapter is None]
+    if model_names and recipe.unexpected and unused == "copy":
+        what = f"the source lacks this tensor, and the model lacks '{recipe.unexpected[0]}' of the "
         what += "source: load the model with LoadRules(recipe=...) or key_mapping= and leave out "
         what += "source=; or, if they are no names of one tensor, leave out the source's by "
         what += "SaveOptions(unused='drop')"
-        raise refusal("MISMATCH", what, file=str(source), tensor=own[0])
+        raise refusal("MISMATCH", what, file=str(source), tensor=model_names[0])
 
 
 def require_values(model: Model) -> None:
     """Raises `UsageError` if a tensor is on meta."""
-    for name, of in model.tensors.items():
-        if of.tensor.is_meta:
+    for name, entry in model.tensors.items():
+        if entry.tensor.is_meta:
             what = "this tensor is on meta and has no values: load or resume the model first"
             raise refusal("USAGE", what, tensor=name)
 
@@ -245,58 +249,64 @@ def _fitted(text: str, model: Model) -> str:
             # The model may have been cast since, as by model.float().
             if (dtype := dtype_name(model.tensors[name].tensor.dtype)) in FLOATS:
                 targets[name] = node | {"dtype": dtype}
-    for name, of in model.tensors.items():
+    for name, entry in model.tensors.items():
         node = targets.get(name, {"op": "alias"})
         if node["op"] != "alias":
             continue
-        tied = first.setdefault(id(of.tensor), name)
-        targets[name] = _untied(node, of) if tied == name else node | {"of": tied}
+        tied = first.setdefault(id(entry.tensor), name)
+        targets[name] = _untied(node, entry) if tied == name else node | {"of": tied}
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
 
-def _untied(alias: Node, of: ModelTensor) -> Node:
+def _untied(alias: Node, entry: ModelTensor) -> Node:
     """The node of a tensor that is tied to no other: made of its own stored tensors if it has
     some, with which the load has compared the alias."""
-    dtype = dtype_name(of.tensor.dtype)
+    dtype = dtype_name(entry.tensor.dtype)
     for stored in alias.get("in", ()):
         return stored | ({"dtype": dtype} if dtype in FLOATS else {})
-    return caller(dtype, [*of.tensor.shape])
+    return caller(dtype, [*entry.tensor.shape])
 
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of the model's tensors into files like those of the goal's checkpoint."""
-    held = [
-        Held(p.of.local, p.sharding, p.of.tensor, comes_from_first=not p.of.is_parameter)
+    tensors = [
+        LocalTensor(
+            p.entry.local, p.sharding, p.entry.tensor, comes_from_first=not p.entry.is_parameter
+        )
         for p in places_of(model, goal)
     ]
-    return writing_of(goal.recipe, held, ranks, form)
+    return writing_of(goal.recipe, tensors, ranks, form)
 
 
-def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form: Form) -> Writing:
-    """The `Writing` of `held`, a tensor for each target of the recipe."""
-    for target, of in zip(recipe.targets, held, strict=True):
-        expected, got = [*target["shape"]], [*of.tensor.shape]
+def writing_of(
+    recipe: _modicum.Recipe, tensors: Sequence[LocalTensor], ranks: Ranks, form: Form
+) -> Writing:
+    """The `Writing` of `tensors`, a tensor for each target of the recipe."""
+    for target, tensor in zip(recipe.targets, tensors, strict=True):
+        expected, got = [*target["shape"]], [*tensor.tensor.shape]
         if got != expected:
             what = "the tensor has another shape than in the checkpoint whose files the step gets: "
             what += "give SaveOptions(source=...), a checkpoint with the model's shapes"
             shapes = {"expected": str(expected), "got": str(got)}
             raise refusal("MISMATCH", what, tensor=target["name"], **shapes)
     if form.replicas == "first":
-        held = [replace(of, comes_from_first=True) for of in held]
+        tensors = [replace(tensor, comes_from_first=True) for tensor in tensors]
     loaded = _modicum.make_plan(
         recipe,
-        layout_of(recipe, [of.sharding for of in held], ranks.world_size),
+        layout_of(recipe, [tensor.sharding for tensor in tensors], ranks.world_size),
         ranks_per_node=ranks.ranks_per_node or ranks.world_size,
-        destinations=["copy" if form.background else destination_of(of.local) for of in held],
+        destinations=[
+            "copy" if form.background else destination_of(tensor.local) for tensor in tensors
+        ],
         staging=form.staging,
     )
     gathers = not form.background and ranks.ranks_per_node is not None
-    from_first = [t for t, of in enumerate(held) if of.comes_from_first]
+    from_first = [t for t, tensor in enumerate(tensors) if tensor.comes_from_first]
     plan = save_plan_of(loaded, form, gathers=gathers, from_first=from_first)
     threads = threads_of(ranks, background=form.background)
-    is_on_device = any(destination_of(of.local) == "copy" for of in held)
+    is_on_device = any(destination_of(tensor.local) == "copy" for tensor in tensors)
     return Writing(
-        plan, recipe, held, fetch_bytes=plan.fetching_bytes(threads) if is_on_device else 0
+        plan, recipe, tensors, fetch_bytes=plan.fetching_bytes(threads) if is_on_device else 0
     )
 
 
@@ -327,14 +337,14 @@ def save_plan_of(
 
 
 def memory_of(
-    recipe: _modicum.Recipe, held: Sequence[Held]
+    recipe: _modicum.Recipe, shards: Sequence[LocalTensor]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """(bytes of row-major tensors on the host, other tensors), each by target without aliases."""
-    own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
-    tensors = {t: held[t].local.detach() for t in own}
+    untied = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
+    tensors = {t: shards[t].local.detach() for t in untied}
     here = {t for t, local in tensors.items() if destination_of(local) == "given"}
-    given = {t: as_bytes(tensors[t]) for t in here if tensors[t].numel() > 0}
-    return given, {t: local for t, local in tensors.items() if t not in here}
+    host_bytes = {t: as_bytes(tensors[t]) for t in here if tensors[t].numel() > 0}
+    return host_bytes, {t: local for t, local in tensors.items() if t not in here}
 
 
 def fetching(tensors: Mapping[int, torch.Tensor]) -> Fetch | None:

@@ -21,7 +21,7 @@ Outcome = dict[str, int]
 """With the keys written_bytes, read_bytes and gathered_bytes."""
 
 
-class Reads(NamedTuple):
+class MemoryReads(NamedTuple):
     """The host memory that a part of a save reads, as arguments of `_modicum.Snapshot`."""
 
     tensors: list[tuple[_modicum.SavePlan, dict[int, torch.Tensor]]]
@@ -29,7 +29,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Where:
+class WriteContext:
     """What one rank uses to write the model and the state."""
 
     ranks: Ranks
@@ -77,7 +77,7 @@ class StateWriting(Protocol):
         """The plan of the files that hold the state."""
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> MemoryReads:
         """The memory that a save in the background reads."""
 
     @property
@@ -90,7 +90,7 @@ class StateWriting(Protocol):
     def bytes_of(self, ranks: Ranks) -> int:
         """About how many bytes this rank writes."""
 
-    def write(self, where: Where) -> Outcome:
+    def write(self, where: WriteContext) -> Outcome:
         """Writes this rank's part. Collective, except in the background."""
 
 
@@ -122,8 +122,8 @@ class AdamWWriting:
         return {"state": self.files, "facts": self.facts}
 
     @property
-    def reads(self) -> Reads:
-        return Reads([], [(self.files, self._held)])
+    def reads(self) -> MemoryReads:
+        return MemoryReads([], [(self.files, self._held)])
 
     @property
     def writings(self) -> Sequence[Writing]:
@@ -135,7 +135,7 @@ class AdamWWriting:
     def bytes_of(self, ranks: Ranks) -> int:
         return self._state.bytes_of_first_replicas()
 
-    def write(self, where: Where) -> Outcome:
+    def write(self, where: WriteContext) -> Outcome:
         return _modicum.save_state(
             self.files,
             where.ranks.rank,
@@ -176,7 +176,7 @@ class TensorsWriting:
         return self._writing.plan
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> MemoryReads:
         return reads_of(self._writing)
 
     @property
@@ -189,24 +189,24 @@ class TensorsWriting:
     def bytes_of(self, ranks: Ranks) -> int:
         return self._writing.bytes_of(ranks)
 
-    def write(self, where: Where) -> Outcome:
+    def write(self, where: WriteContext) -> Outcome:
         return write_tensors(self._writing, where)
 
 
-def reads_of(writing: Writing) -> Reads:
-    return Reads([(writing.plan, writing.memory[0])], [])
+def reads_of(writing: Writing) -> MemoryReads:
+    return MemoryReads([(writing.plan, writing.memory[0])], [])
 
 
-def write_tensors(writing: Writing, where: Where) -> Outcome:
+def write_tensors(writing: Writing, where: WriteContext) -> Outcome:
     """Writes this rank's part of the tensors. Collective, except in the background."""
-    given, fetch = writing.memory
+    host_bytes, fetch = writing.memory
     return _modicum.save_tensors(
         writing.plan,
         where.ranks.rank,
         where.board,
         where.ledger,
         (str(where.directory), where.point),
-        given=given,
+        given=host_bytes,
         fetch=fetch,
         threads=where.threads,
         snapshot=where.snapshot,
@@ -214,7 +214,7 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
     )
 
 
-class Flight:
+class StepInFlight:
     """On rank 0 the step of this save; empty on other ranks."""
 
     def __init__(self) -> None:
@@ -242,17 +242,17 @@ class Flight:
             what += "torch that wait for it"
             raise refusal("USAGE", what, tensor=name)
 
-    def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
+    def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
         """Waits for a save in the background, then makes the step's directory, and first renames a
         damaged step of its name. Collective. Returns the directory, without links in its path on
-        this node, and `Where.point`. Raises `IoError` if an intact step has the name, or if a rank
-        does not see the directory."""
+        this node, and `WriteContext.point`. Raises `IoError` if an intact step has the name, or if
+        a rank does not see the directory."""
         in_flight.wait()
-        if not how.get("inside"):
-            self.damaged = set_damaged_aside(Path(how["root"]), how["step"], ranks)
+        if not arguments.get("inside"):
+            self.damaged = set_damaged_aside(Path(arguments["root"]), arguments["step"], ranks)
 
         def make() -> list[Any]:
-            self.step = _modicum.StepSave(**how)
+            self.step = _modicum.StepSave(**arguments)
             return [self.step.directory, str(self.step.point)]
 
         (directory, point), _ = ranks.once(make, lambda: None)

@@ -72,7 +72,9 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether each rank's local tensor is the complete tensor, as for a plain one."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     placements: Any = getattr(tensor, "placements", ())
-    return all(of.is_replicate() or mesh.size(dim) == 1 for dim, of in enumerate(placements))
+    return all(
+        placement.is_replicate() or mesh.size(dim) == 1 for dim, placement in enumerate(placements)
+    )
 
 
 def whole_of(tensor: torch.Tensor, name: str, hint: str = "") -> torch.Tensor:
@@ -223,9 +225,9 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
     none of them cuts this dim, as packed parts.
     """
     order = shard_order(tensor)
-    made: dict[int, list[tuple[_Shard, int]]] = {}
+    cuts_by_dim: dict[int, list[tuple[_Shard, int]]] = {}
     for shard in reversed(shards):
-        same_dim = made.setdefault(shard.dim, [])
+        same_dim = cuts_by_dim.setdefault(shard.dim, [])
         if order or not same_dim:
             same_dim.insert(0, (shard, shard.split_factor))
             continue
@@ -240,9 +242,9 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             raise refusal("UNSUPPORTED", "cuts of unknown order", tensor=name, got=got)
         same_dim.insert(place, (shard, 1))
     for entry in order:
-        by_order = made.get(entry.tensor_dim, [])
+        by_order = cuts_by_dim.get(entry.tensor_dim, [])
         by_order.sort(key=lambda cut: entry.mesh_dims.index(cut[0].mesh_dim))
-    return [cut for dim in sorted(made) for cut in made[dim]]
+    return [cut for dim in sorted(cuts_by_dim) for cut in cuts_by_dim[dim]]
 
 
 # ---- meshes

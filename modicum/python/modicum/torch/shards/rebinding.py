@@ -62,10 +62,12 @@ class Bindings:
         self.optimizers = optimizers
         self._model = model
         self._names = parameter_names(model)
-        for one in optimizers:
-            _check_before(one, self._names, resuming)
-        self._lists = [[group["params"] for group in one.param_groups] for one in optimizers]
-        self._before = [[list(each) for each in of] for of in self._lists]
+        for optimizer in optimizers:
+            _check_before(optimizer, self._names, resuming)
+        self._lists = [
+            [group["params"] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
+        self._before = [[list(each) for each in lists] for lists in self._lists]
 
     def exchange(self) -> None:
         """Gives the groups the parameters that now have these names. The lists in the groups stay
@@ -74,23 +76,25 @@ class Bindings:
         nothing, for the other reasons of `rebind_parameters`."""
         after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
         self.restore()
-        exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]
-        for one, new_of in zip(self.optimizers, exchanged, strict=True):
-            for group in one.param_groups:
+        exchanged = [_exchanged(optimizer, self._names, after) for optimizer in self.optimizers]
+        for optimizer, new_of in zip(self.optimizers, exchanged, strict=True):
+            for group in optimizer.param_groups:
                 group["params"][:] = [new_of[parameter] for parameter in group["params"]]
-            found: dict[Any, Any] = dict(one.state)
+            found: dict[Any, Any] = dict(optimizer.state)
             moved = {
                 new_of.get(key, key): state
                 for key, state in found.items()
                 if new_of.get(key, key) is key or not _is_fresh(state)
             }
-            one.state.clear()
-            one.state.update(moved)
+            optimizer.state.clear()
+            optimizer.state.update(moved)
 
     def restore(self) -> None:
         """Gives the groups their original parameters again."""
-        for one, lists, before in zip(self.optimizers, self._lists, self._before, strict=True):
-            for group, each, were in zip(one.param_groups, lists, before, strict=True):
+        for optimizer, lists, before in zip(
+            self.optimizers, self._lists, self._before, strict=True
+        ):
+            for group, each, were in zip(optimizer.param_groups, lists, before, strict=True):
                 each[:] = were
                 group["params"] = each
 
@@ -101,7 +105,7 @@ def _is_fresh(state: Any) -> bool:
     if not state or "step" not in state:
         return not state
     values = (value for value in state.values() if isinstance(value, Tensor))
-    return float(state["step"]) == 0 and not any(bool(local_of(of).any()) for of in values)
+    return float(state["step"]) == 0 and not any(bool(local_of(value).any()) for value in values)
 
 
 def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:

@@ -66,14 +66,16 @@ def tensors_of(
     require_known()
     structure = structure or structure_of(model)
     members = structure.members | (structure.scratch if scratch else {})
-    for name, of in members.items():
-        if is_lazy(of.tensor):
+    for name, member in members.items():
+        if is_lazy(member.tensor):
             what = "a lazy tensor has no shape yet: build the module with its sizes"
             raise refusal("UNSUPPORTED", what, tensor=name)
     managed = fsdp_params(model)
     return {
-        name: ModelTensor(name, of.tensor, of.module, of.attribute, managed.get(of.tensor))
-        for name, of in members.items()
+        name: ModelTensor(
+            name, member.tensor, member.module, member.attribute, managed.get(member.tensor)
+        )
+        for name, member in members.items()
     }
 
 
@@ -101,12 +103,12 @@ def overlaps(local: torch.Tensor) -> bool:
     return False
 
 
-def copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
+def copy_run(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
     """Copies the elements [first, first + into.numel()) in row-major order. The tensor may have any
-    strides, device and dtype; no temporary is larger than `into`."""
-    for view in _views_of(tensor, first, into.numel()):
-        into[: view.numel()].view(view.shape).copy_(view)
-        into = into[view.numel() :]
+    strides, device and dtype; no temporary is larger than `target`."""
+    for view in _views_of(tensor, first, target.numel()):
+        target[: view.numel()].view(view.shape).copy_(view)
+        target = target[view.numel() :]
 
 
 def copying_into(
