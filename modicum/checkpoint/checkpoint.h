@@ -50,7 +50,7 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
-// Whether open_checkpoint compares a step (a saved checkpoint directory) with its record.
+// Whether open_checkpoint compares a saved checkpoint with its record.
 enum class Record : uint8_t { compared, ignored };
 
 // `path` is one of:

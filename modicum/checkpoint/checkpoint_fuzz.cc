@@ -1,4 +1,4 @@
-// Parses a checkpoint's files and the records of a step (a saved checkpoint directory). The first
+// Parses a checkpoint's files and the records of a saved checkpoint. The first
 // byte of the input says which:
 //
 //   f  a safetensors file          m  manifest.json of a step

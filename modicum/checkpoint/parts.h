@@ -64,7 +64,7 @@ bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
 // INDEX.AMBIGUOUS if there are several, and the other errors of open_checkpoint if there is none.
 std::string defining_file(FileSystem& files, const std::string& directory);
 
-// The record of a step (a saved checkpoint directory) for a checkpoint in it: the model, or the
+// The record of a saved checkpoint for a checkpoint in it: the model, or the
 // optimizer's state.
 class RecordOfStep {
  public:

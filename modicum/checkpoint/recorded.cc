@@ -1,4 +1,4 @@
-// The record of a step (a saved checkpoint directory) that is opened as a checkpoint.
+// The record of a saved checkpoint that is opened as a checkpoint.
 #include <fmt/format.h>
 
 #include <algorithm>

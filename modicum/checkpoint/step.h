@@ -1,4 +1,4 @@
-// The record of a step (a saved checkpoint directory): manifest.json, COMMIT, and the names under a
+// The record of a saved checkpoint: manifest.json, COMMIT, and the names under a
 // root. Part of the public header of `checkpoint`.
 //
 //   ROOT/step-12/                  committed: complete and durable

@@ -1,4 +1,4 @@
-// Resuming from a step (a saved checkpoint directory), for `resume` and `rehearse`. Internal to
+// Resuming from a saved checkpoint, for `resume` and `rehearse`. Internal to
 // `cli`.
 #pragma once
 

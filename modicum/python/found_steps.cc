@@ -1,4 +1,4 @@
-// Finds, examines and sets aside steps (saved checkpoint directories).
+// Finds, examines and sets aside saved checkpoints.
 #include <fmt/format.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>

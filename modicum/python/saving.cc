@@ -414,7 +414,7 @@ Args:
 }
 
 void define_saved_steps(nb::module_& module) {
-  nb::class_<StepInSave>(module, "StepSave", R"(An unpublished step (a saved checkpoint directory).
+  nb::class_<StepInSave>(module, "StepSave", R"(A checkpoint that is written and not published yet.
 
 Only the rank that leads the save has one.
 

@@ -180,7 +180,7 @@ struct RankOutcome : LoadOutcome {
   }
 };
 
-// The step (a saved checkpoint directory) that a resume loaded, and the newer ones that it skipped.
+// The saved checkpoint that a resume loaded, and the newer ones that it skipped.
 struct ResumedStep {
   struct SkippedNewerStep {
     int64_t step = 0;  // its number

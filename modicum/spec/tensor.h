@@ -97,7 +97,7 @@ struct DataFile {
   bool operator==(const DataFile&) const = default;
 };
 
-// The record of a saved checkpoint directory has sums for each chunk of a tensor: 4 MiB, the last
+// The record of a saved checkpoint has sums for each chunk of a tensor: 4 MiB, the last
 // one may be shorter. The digest (digest_run) is a part of the model's digest; the checksum
 // (checksum_run) takes a fraction of its time. Records of modicum 0.1, and those that would become
 // too long, have digests only.

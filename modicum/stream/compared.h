@@ -1,4 +1,4 @@
-// Compares the values that ranks read from a step (a saved checkpoint directory) with the step's
+// Compares the values that ranks read from a saved checkpoint with the step's
 // record. Part of the public header of `stream`.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Compares the values in a step (a saved checkpoint directory) with the step's record. Part of the
+// Compares the values in a saved checkpoint with the step's record. Part of the
 // public header of `stream`.
 #pragma once
 

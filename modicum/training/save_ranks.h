@@ -29,7 +29,7 @@ struct ResumeState {
 struct SaveTask {
   LoadTask load;  // its plan must have phase `save`
   const SavePlan& plan;
-  std::string root;            // the directory of the steps (saved checkpoint directories)
+  std::string root;            // the directory of the saved checkpoints
   int64_t step = 0;            // number of the step to save
   std::optional<size_t> keep;  // number of newest intact steps to keep; empty: all
   // With an optimizer: the files of its state, and the number of training steps before the save.

@@ -1,4 +1,4 @@
-// The optimizer's state in the files of a step (a saved checkpoint directory). Part of the public
+// The optimizer's state in the files of a saved checkpoint. Part of the public
 // header of `training`.
 //
 // A plane is a part of the state that has a value per element of a parameter: the master, the lower

@@ -1,4 +1,4 @@
-// Reads the optimizer's state of a step (a saved checkpoint directory) into AdamW states of any
+// Reads the optimizer's state of a saved checkpoint into AdamW states of any
 // format. Part of the public header of `training`.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The leader's part of saving a step (a saved checkpoint directory): makes the directory, writes
+// The leader's part of a save: makes the directory, writes
 // the record and commits. Part of the public header of `training`.
 #pragma once
 

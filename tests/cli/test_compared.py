@@ -1,4 +1,4 @@
-"""Every reader of a step (a saved checkpoint directory) compares what it reads with the step's
+"""Every reader of a saved checkpoint compares what it reads with the step's
 record: a flipped bit in any file or tensor ends it with 12, or the tensor is reported as not
 compared, and nothing is published.
 

@@ -1,4 +1,4 @@
-"""A job that is restarted where its newest step (a saved checkpoint directory) is damaged: `resume`
+"""A job that is restarted where its newest saved checkpoint is damaged: `resume`
 goes back to an older one, the job saves the damaged number again, and retention keeps intact steps.
 
 Catches: a step whose values are wrong ends `resume ROOT`; an intact step is set aside; a damaged

@@ -1,6 +1,6 @@
 """Power cuts on real ext4 and xfs file systems: the power fails before a system call of a save (a
 sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log written or
-lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step is
+lost. After the recovery every visible saved checkpoint is intact, and no step is
 lost that was visible before the save or that the save has acknowledged by exit code 0.
 
 Catches: a step is visible while its files are written.

@@ -1,4 +1,4 @@
-"""The verbs `save`, `resume` and `verify`. A step (a saved checkpoint directory) has the names,
+"""The verbs `save`, `resume` and `verify`. A saved checkpoint has the names,
 dtypes and bits of the loaded model, whatever ranks and layouts write and read it. A save keeps its
 promise of memory. If it is killed, the step is complete or absent. An error names a damaged file.
 

@@ -1,4 +1,4 @@
-"""Damage of every file of a step (a saved checkpoint directory): the file is missing, one byte
+"""Damage of every file of a saved checkpoint: the file is missing, one byte
 shorter, replaced by that of an older step (stale), exchanged with a file of equal length, or has
 one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, also if
 only values of tensors are damaged, which it compares while it loads them.

@@ -814,7 +814,7 @@ def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, dire
 
 class StepSave:
     """
-    An unpublished step (a saved checkpoint directory).
+    A checkpoint that is written and not published yet.
 
     Only the rank that leads the save has one.
 

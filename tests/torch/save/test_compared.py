@@ -1,4 +1,4 @@
-"""`modicum.torch.load` and `resume` compare what they read of a step (a saved checkpoint directory)
+"""`modicum.torch.load` and `resume` compare what they read of a saved checkpoint
 with the step's record, and so does `modicum resume` of a step that Python has saved.
 
 Catches: values of the weights, or of the state, are not compared; a part that two ranks divide is

@@ -1,4 +1,4 @@
-"""Damaged steps (saved checkpoint directories) in Python: which errors are damage, what `save`,
+"""Damaged saved checkpoints in Python: which errors are damage, what `save`,
 `resume` and the checkpoints of accelerate and Trainer do with a damaged step, and with one that
 can't be read.
 

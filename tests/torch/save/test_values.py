@@ -1,5 +1,5 @@
-"""Options of parameter groups, `extra` and `extra_per_rank` of a step (a saved checkpoint
-directory) come back with their values and types, or the save refuses them by name; their damaged
+"""Options of parameter groups, `extra` and `extra_per_rank` of a saved
+checkpoint come back with their values and types, or the save refuses them by name; their damaged
 texts are errors with a category. Optimizers without state tensors are saved and go on exactly.
 
 The oracles are the values themselves, and the uninterrupted training. Catches: a list that comes

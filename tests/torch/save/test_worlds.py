@@ -3,7 +3,7 @@
 The oracle is the uninterrupted training. The two programs have different numbers of ranks or
 layouts, and the same state format. The resumed model and state must equal the saved ones, and the
 next three steps those of the program that saved, bit for bit. `from_pretrained` and `modicum
-verify` must read the step (the saved checkpoint directory). Catches: a state that each replica
+verify` must read the saved checkpoint. Catches: a state that each replica
 writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; groups that
 have the options of the new program after a resume; ranks that write their parts of divided rows
 alone, without a warning; a state that a resume does not read; a rank that gets the extras of

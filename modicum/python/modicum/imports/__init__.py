@@ -1,4 +1,4 @@
-"""Other programs' checkpoints as steps (saved checkpoint directories):
+"""Other programs' checkpoints as checkpoints of a run:
 
     report = modicum.imports.import_checkpoint("output", "RUN", source="DIR")
 

@@ -1,5 +1,5 @@
-"""`modicum convert` of another program's directory: imports its weights as a step (a saved
-checkpoint directory) next to OUT, which the program then converts."""
+"""`modicum convert` of another program's directory: imports its weights as a saved
+checkpoint next to OUT, which the program then converts."""
 
 import hashlib
 import json

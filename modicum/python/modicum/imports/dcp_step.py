@@ -1,5 +1,5 @@
-"""Directories of torch.distributed.checkpoint as the contents of a step (a saved checkpoint
-directory)."""
+"""Directories of torch.distributed.checkpoint as the contents of a saved
+checkpoint."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""`import_checkpoint`: another program's checkpoint directory as a step (a saved checkpoint
-directory)."""
+"""`import_checkpoint`: another program's checkpoint directory as a checkpoint of a
+run."""
 
 import operator
 import os

@@ -1,4 +1,4 @@
-"""The report of an import. A step is a saved checkpoint directory."""
+"""The report of an import."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Writes a step (a saved checkpoint directory) of tensors that are not in memory: this process
+"""Writes a saved checkpoint of tensors that are not in memory: this process
 reads their elements from other files while it writes them. Without torch."""
 
 import json

@@ -1,5 +1,5 @@
-"""A checkpoint directory of DeepSpeed's ZeRO as the contents of a step (a saved checkpoint
-directory): the optimizer's state in the form of `modicum.torch.AdamW`."""
+"""A checkpoint directory of DeepSpeed's ZeRO as the contents of a saved
+checkpoint: the optimizer's state in the form of `modicum.torch.AdamW`."""
 
 import json
 from collections.abc import Mapping

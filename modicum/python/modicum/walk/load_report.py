@@ -57,7 +57,7 @@ class LoadReport(Printed):
 
     @property
     def compared_bytes(self) -> int:
-        """If the source is a step (a saved checkpoint directory): bytes of its values that were
+        """If the source is a saved checkpoint: bytes of its values that were
         compared with its record while they were read; the load raises if a value differs."""
         return self.document["compared_bytes"]
 

@@ -94,7 +94,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
                 loaded. None: the names and shapes of the state dict.
             optimizer: the optimizer of the state dict. Its class is recorded; without it
                 `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
-                refused: a state dict lacks its planes (the arrays in which it keeps its state).
+                refused: a state dict lacks its state tensors.
             keep, budget: as for `modicum.torch.save`.
             options: `SaveOptions` with source, dtype, shard_size and replicas; without `model`
                 buffers count as parameters.

@@ -1,4 +1,4 @@
-"""The values of a step (a saved checkpoint directory) that a load has compared with its record."""
+"""The values of a saved checkpoint that a load has compared with its record."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer bound to their states: planes (arrays of one kind of value), the
+"""The parameters of an optimizer bound to their states: state tensors, the
 entries of `state`, and the transfer of values and gradients.
 
 The calls for a parameter: add -> [collect -> norms -> step or forget]* -> drop. `collect` hands the

@@ -26,7 +26,7 @@ def dtype_of(part: Part, plane: str) -> torch.dtype:
 
 
 def plane_dtype(part: Part, plane: str) -> torch.dtype:
-    """The dtype of any plane (array of one kind of value), as `_modicum.AdamW.plane` has it in
+    """The dtype of any state tensor, as `_modicum.AdamW.plane` has it in
     memory: 8-bit codes of second moments are unsigned."""
     if plane in ("master", "master_low", "grad"):
         return dtype_of(part, plane)

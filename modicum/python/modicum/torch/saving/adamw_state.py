@@ -1,5 +1,5 @@
-"""Saves and loads the state of `modicum.torch.AdamW` in a step (a saved checkpoint directory): its
-planes (arrays of one kind of value), with the same bytes as in memory."""
+"""Saves and loads the state of `modicum.torch.AdamW` in a saved checkpoint: its
+state tensors, with the same bytes as in memory."""
 
 from collections.abc import Iterator, Mapping
 

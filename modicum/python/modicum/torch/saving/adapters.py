@@ -1,4 +1,4 @@
-"""A step (a saved checkpoint directory) of PEFT's adapters alone, in the files that PEFT writes:
+"""A saved checkpoint of PEFT's adapters alone, in the files that PEFT writes:
 
     ROOT/step-100/adapter_model.safetensors     tensors under PEFT's names
     ROOT/step-100/adapter_config.json

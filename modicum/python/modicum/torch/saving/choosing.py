@@ -1,4 +1,4 @@
-"""Chooses the step (saved checkpoint directory) to read: rank 0 decides, and all ranks read the
+"""Chooses the saved checkpoint to read: rank 0 decides, and all ranks read the
 same."""
 
 from collections.abc import Callable

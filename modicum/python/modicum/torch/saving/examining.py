@@ -1,4 +1,4 @@
-"""Compares all of a step (a saved checkpoint directory) with its digests, divided among ranks."""
+"""Compares all of a saved checkpoint with its digests, divided among ranks."""
 
 from pathlib import Path
 from typing import Any

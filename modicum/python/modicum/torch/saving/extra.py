@@ -1,4 +1,4 @@
-"""A program's own values in a step (a saved checkpoint directory), in the JSON form of values.py:
+"""A program's own values in a saved checkpoint, in the JSON form of values.py:
 `extra` is the same on all ranks; each rank's `extra_per_rank` is one safetensors file, whose
 metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor of the file.
 """

@@ -1,4 +1,4 @@
-"""The options of an optimizer's parameter groups in a step (a saved checkpoint directory): its file
+"""The options of an optimizer's parameter groups in a saved checkpoint: its file
 optimizer/groups.json."""
 
 import json

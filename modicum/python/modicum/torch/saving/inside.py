@@ -1,4 +1,4 @@
-"""A step (a saved checkpoint directory) inside a directory to which other programs also write, such
+"""A saved checkpoint inside a directory to which other programs also write, such
 as a checkpoint of accelerate or Trainer:
 
     DIR/.partial-*/                             the step while it is written; made first

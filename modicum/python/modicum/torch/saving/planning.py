@@ -1,4 +1,4 @@
-"""Plans the save of a step (a saved checkpoint directory) in a budget; the same on every rank."""
+"""Plans a save in a budget; the same on every rank."""
 
 import operator
 import os

@@ -1,4 +1,4 @@
-"""The reports of `save` and `resume`. A step is a saved checkpoint directory."""
+"""The reports of `save` and `resume`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

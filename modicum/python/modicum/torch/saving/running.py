@@ -1,4 +1,4 @@
-"""Runs a planned save: the step (a saved checkpoint directory) becomes visible completely or not at
+"""Runs a planned save: the saved checkpoint becomes visible completely or not at
 all."""
 
 import time

@@ -5,7 +5,7 @@
                              |------------------- grace ----------------------------|
 
 Each rank repeatedly estimates how long the rest of its writes will take. The first rank that would
-exceed its grace fails, and with it all ranks: the step (a saved checkpoint directory) does not
+exceed its grace fails, and with it all ranks: the saved checkpoint does not
 become visible. A rank that has written its part no longer estimates. In the background it then
 waits for the votes of the others until the grace ends or a second SIGTERM arrives. After rank 0 has
 begun to commit, no rank fails for this reason.

@@ -1,5 +1,5 @@
-"""Splits a state dict of torch.distributed.checkpoint into the parts of a step (a saved checkpoint
-directory): the model's tensors, one optimizer's state dict as get_optimizer_state_dict returns it,
+"""Splits a state dict of torch.distributed.checkpoint into the parts of a saved
+checkpoint: the model's tensors, one optimizer's state dict as get_optimizer_state_dict returns it,
 and other values.
 
     {"model": {"embed.weight": DTensor}}                         the model's files

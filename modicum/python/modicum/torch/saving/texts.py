@@ -1,4 +1,4 @@
-"""Reads the texts of a step (a saved checkpoint directory), which others may have changed."""
+"""Reads the texts of a saved checkpoint, which others may have changed."""
 
 import json
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The JSON form of Python values in a step (a saved checkpoint directory): options of parameter
+"""The JSON form of Python values in a saved checkpoint: options of parameter
 groups, `extra`, `extra_per_rank`, and the values of torch.distributed.checkpoint. `decode` gives
 the values that `encode` got, or `encode` refuses them by name.
 

@@ -1,4 +1,4 @@
-"""Writes one rank's part of a planned save into a step (a saved checkpoint directory)."""
+"""Writes one rank's part of a planned save into a saved checkpoint."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class StateWriting(Protocol):
 
 
 class AdamWWriting:
-    """The state of `modicum.torch.AdamW`: its planes (arrays of one kind of value)."""
+    """The state of `modicum.torch.AdamW`: its state tensors."""
 
     def __init__(self, state: AdamWState, *, background: bool = False) -> None:
         self._state = state
