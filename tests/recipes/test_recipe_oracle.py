@@ -25,10 +25,14 @@ from recipe_oracle import Ids, Names, evaluate, upstream  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import modicum as front  # noqa: E402
-from modicum import recipes  # noqa: E402
 from modicum._modicum import RecipeBuilder  # noqa: E402
+from modicum.recipes import Recipe, translation  # noqa: E402
 from modicum.recipes.nodes import stored  # noqa: E402
-from modicum.recipes.operations import Chain, nodes_of  # noqa: E402
+from modicum.recipes.operations import (  # noqa: E402
+    OPERATIONS,
+    Chain,
+    nodes_of,
+)
 
 GOLDEN = "tests/golden/operations.txt"
 
@@ -38,10 +42,10 @@ def fresh(key: str) -> list[Any]:
     return oracle.mapping_module.get_checkpoint_conversion_mapping(key)
 
 
-def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Translation:
+def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> translation.Translation:
     """Modicum's translation of these transforms, for a checkpoint of ids and a model."""
     targets = {n: ("int64", tuple(t.shape)) for n, t in model.state_dict().items()}
-    return recipes.translate(
+    return translation.translate(
         transforms,
         ids.described(),
         targets,
@@ -50,7 +54,7 @@ def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Tra
     )
 
 
-def compare(ours: recipes.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
+def compare(ours: translation.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
     """Asserts that both have the same tensors with the same elements. Returns how many."""
     assert theirs.errors == {}
     assert ours.made.keys() == theirs.tensors.keys()
@@ -230,7 +234,7 @@ def test_every_operation_of_the_core_is_in_the_table() -> None:
         if cls is not upstream.ConversionOps:
             found.add((cls.__module__, cls.__name__))
     core = {name for module, name in found if module == upstream.__name__}
-    assert core == recipes.OPERATIONS.keys() - {"Fp8Dequantize"}
+    assert core == OPERATIONS.keys() - {"Fp8Dequantize"}
 
 
 class Concatenate(upstream.Concatenate):
@@ -270,7 +274,7 @@ def test_an_unknown_operation_is_refused_by_name(operation: Any, word: str) -> N
 
 def loaded_by_both(
     names: Sequence[str], targets: dict[str, oracle.Shape], transforms: Sequence[Any]
-) -> recipes.Translation:
+) -> translation.Translation:
     """Loads a checkpoint of vectors with these names into a model with these targets, and asserts
     that Modicum's result equals transformers'."""
     ids = Ids({})
@@ -339,14 +343,14 @@ def test_if_two_converters_have_one_pattern_the_last_applies() -> None:
 
 def test_the_order_of_names_equals_transformers() -> None:
     names = ["b.10", "b.9", "b.x10", "b.x9", "b.x", "b", "a.10.c", "a.x.c", "a.9", "b.1x", "c2.1"]
-    assert sorted(names, key=recipes.natural_key) == sorted(names, key=upstream.dot_natural_key)
+    assert sorted(names, key=translation.natural_key) == sorted(names, key=upstream.dot_natural_key)
 
 
 # ---- loads by the program
 
 
 def load_by_program(
-    modicum: Path, directory: Path, recipe: recipes.Recipe, tensors: dict[str, np.ndarray]
+    modicum: Path, directory: Path, recipe: Recipe, tensors: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The shards of two ranks after `modicum load --recipe`, concatenated."""
     directory.mkdir()
@@ -375,7 +379,7 @@ def test_the_program_loads_what_transformers_converts(
     model = Names(oracle.target_shapes(fresh(key), ids, given))
     ours = translated(fresh(key), ids, model)
     theirs = oracle.load_upstream(fresh(key), ids, model)
-    recipe = recipes.Recipe({name: array.node for name, array in ours.made.items()})
+    recipe = Recipe({name: array.node for name, array in ours.made.items()})
     loaded = load_by_program(modicum, tmp_path / "checkpoint", recipe, ids.tensors)
     assert loaded.keys() == theirs.tensors.keys()
     for name, values in theirs.tensors.items():

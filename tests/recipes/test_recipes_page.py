@@ -20,6 +20,7 @@ from recipe_oracle import evaluate  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 from modicum import recipes  # noqa: E402
+from modicum.recipes.translation import translate  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/recipes.md"
 CONFIG = SimpleNamespace(vision_config=SimpleNamespace(num_attention_heads=2))
@@ -62,7 +63,7 @@ def shape_of(node: dict[str, Any], stored: dict[str, list[int]]) -> tuple[int, .
 def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
     """The nodes that a family's conversion mapping gives for these tensors."""
     legacy = get_checkpoint_conversion_mapping("legacy")
-    translation = recipes.translate(
+    translation = translate(
         (get_checkpoint_conversion_mapping(family) or []) + legacy,
         {name: ("bfloat16", tuple(shape)) for name, shape in stored.items()},
         {name: ("bfloat16", shape_of(node, stored)) for name, node in targets.items()},

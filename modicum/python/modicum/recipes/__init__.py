@@ -15,12 +15,8 @@ From the command line:
 torch and transformers are imported when they are first needed.
 """
 
-from modicum.recipes.operations import OPERATIONS as OPERATIONS
 from modicum.recipes.reading import read_recipe as read_recipe
 from modicum.recipes.recipe import Recipe as Recipe
 from modicum.recipes.recipe import meta_model as meta_model
 from modicum.recipes.rules import LoadRules as LoadRules
 from modicum.recipes.rules import recipe_for as recipe_for
-from modicum.recipes.translation import Translation as Translation
-from modicum.recipes.translation import natural_key as natural_key
-from modicum.recipes.translation import translate as translate
