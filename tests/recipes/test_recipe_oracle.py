@@ -57,14 +57,14 @@ def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> translation
 def compare(ours: translation.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
     """Asserts that both have the same tensors with the same elements. Returns how many."""
     assert theirs.errors == {}
-    assert ours.made.keys() == theirs.tensors.keys()
-    for name, array in ours.made.items():
+    assert ours.arrays.keys() == theirs.tensors.keys()
+    for name, array in ours.arrays.items():
         values = evaluate(array.node, ids.tensors)
         assert array.shape == values.shape, name
         assert np.array_equal(values, theirs.tensors[name]), f"{name} is {array.node}"
     assert {name for names in ours.unexpected.values() for name in names} == theirs.unexpected
     assert ours.doubled == {} and ours.dropped == []
-    return len(ours.made)
+    return len(ours.arrays)
 
 
 # ---- every key of the installed mapping
@@ -184,7 +184,7 @@ def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
             for size in range(3):
                 ids, given, _ = oracle.checkpoint_for([converter], size)
                 model = Names(oracle.target_shapes([converter], ids, given))
-                made = translated([converter], ids, model).made.values()
+                made = translated([converter], ids, model).arrays.values()
                 becomes.update(oracle.skeleton(array.node) for array in made)
     return rows
 
@@ -282,11 +282,11 @@ def loaded_by_both(
         ids.add(name, (2,))
     theirs = oracle.load_upstream(deepcopy(list(transforms)), ids, Names(targets))
     ours = translated(transforms, ids, Names(targets))
-    for name, array in ours.made.items():
+    for name, array in ours.arrays.items():
         assert np.array_equal(evaluate(array.node, ids.tensors), theirs.tensors[name]), name
-    assert ours.made.keys() == theirs.tensors.keys()
+    assert ours.arrays.keys() == theirs.tensors.keys()
     assert {name for names in ours.unexpected.values() for name in names} == theirs.unexpected
-    assert targets.keys() - ours.made.keys() == theirs.missing
+    assert targets.keys() - ours.arrays.keys() == theirs.missing
     return ours
 
 
@@ -312,7 +312,7 @@ def test_names_are_matched_as_transformers_matches_them(
 ) -> None:
     renamings = [upstream.WeightRenaming(source, target) for source, target in transforms]
     ours = loaded_by_both(names, dict.fromkeys(targets, (2,)), renamings)
-    assert ours.made.keys() == set(targets)
+    assert ours.arrays.keys() == set(targets)
 
 
 NORMS = [f"model.blocks.{i}.norm{n}.w" for i in (0, 1) for n in (0, 1)]
@@ -328,7 +328,7 @@ def test_a_guarded_renaming_depends_on_the_names_before(converted: bool) -> None
     )
     after = [name.replace("norm1", "norm2").replace("norm0", "norm1") for name in NORMS]
     ours = loaded_by_both(after if converted else NORMS, dict.fromkeys(after, (2,)), [group])
-    assert ours.made.keys() == set(after)
+    assert ours.arrays.keys() == set(after)
 
 
 def test_if_two_converters_have_one_pattern_the_last_applies() -> None:
@@ -379,7 +379,7 @@ def test_the_program_loads_what_transformers_converts(
     model = Names(oracle.target_shapes(fresh(key), ids, given))
     ours = translated(fresh(key), ids, model)
     theirs = oracle.load_upstream(fresh(key), ids, model)
-    recipe = Recipe({name: array.node for name, array in ours.made.items()})
+    recipe = Recipe({name: array.node for name, array in ours.arrays.items()})
     loaded = load_by_program(modicum, tmp_path / "checkpoint", recipe, ids.tensors)
     assert loaded.keys() == theirs.tensors.keys()
     for name, values in theirs.tensors.items():

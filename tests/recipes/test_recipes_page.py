@@ -70,7 +70,7 @@ def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any])
         config=CONFIG,
     )
     assert translation.unexpected == {}
-    return {name: array.node for name, array in translation.made.items()}
+    return {name: array.node for name, array in translation.arrays.items()}
 
 
 def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IoError, UsageError  # noqa: E402
 from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.dcp import Directory, directory_of  # noqa: E402
-from modicum.imports.pickles import Made, read_pickle  # noqa: E402
+from modicum.imports.pickles import MadeObject, read_pickle  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -371,7 +371,7 @@ def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> Non
 
         return read_pickle(pickle.dumps(Written(), protocol), ".metadata")
 
-    assert read(metadata._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") == Made(
+    assert read(metadata._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") == MadeObject(
         kind, ("TORCH_CHANNELS_LAST",)
     )
     allowed = metadata.Metadata  # a name that pickles may have

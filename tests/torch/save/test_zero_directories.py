@@ -37,7 +37,7 @@ from modicum import _modicum  # noqa: E402
 from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.archives import Archive, Record  # noqa: E402
-from modicum.imports.pickles import Global, Made, Pairs, Stored  # noqa: E402
+from modicum.imports.pickles import Global, MadeObject, Pairs, StorageReference  # noqa: E402
 from modicum.imports.zero import directory_of  # noqa: E402
 from modicum.torch.shards.tensors import as_bytes  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
@@ -297,14 +297,14 @@ def test_a_frozen_parameter_of_another_dtype_is_refused(copied: Path) -> None:
 
 def test_a_tensor_with_attributes_is_rebuilt_by_no_other_function(tmp_path: Path) -> None:
     """torch.Size is a name that a pickle may have, but it is not a function that makes a tensor."""
-    stored = Stored(("storage", Global("torch FloatStorage"), "0", "cpu", 4))
+    stored = StorageReference(("storage", Global("torch FloatStorage"), "0", "cpu", 4))
     arguments = (stored, 0, (4,), (1,), False, Pairs())  # offset, shape, strides, ...
     path = tmp_path / "saved.pt"
     archive = Archive(path, b"", {"0": Record(path, "saved/data/0", 64, 4 * 4, crc=0)})
 
-    def typed(function: str) -> Made:
+    def typed(function: str) -> MadeObject:
         cls = Global("torch Tensor")
-        return Made(REBUILD_TYPED, (Global(function), cls, arguments, Pairs()))
+        return MadeObject(REBUILD_TYPED, (Global(function), cls, arguments, Pairs()))
 
     assert archive.line(typed(REBUILD_TENSOR)).begin == 64
     with pytest.raises(ValueError, match="no plain tensor"):

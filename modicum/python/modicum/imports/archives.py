@@ -14,8 +14,8 @@ from typing import Any
 from modicum.errors import Error
 from modicum.imports.pickles import (
     Global,
-    Made,
-    Stored,
+    MadeObject,
+    StorageReference,
     malformed,
     open_regular,
     read_pickle,
@@ -98,21 +98,25 @@ class Record:
 def compare_records(lines: "Iterable[Line]") -> None:
     """Compares each record of which a line is a part, once, in a window of 1 MiB. Raises the errors
     of `Record.compare`."""
-    records = {(of.path, of.begin): of for line in lines if (of := line.record) is not None}
+    records = {
+        (line.record.path, line.record.begin): line.record
+        for line in lines
+        if line.record is not None
+    }
     window = memoryview(bytearray(_WINDOW_BYTES))
     for _, record in sorted(records.items()):
         record.compare(window)
 
 
-def _read_whole(path: Path, file: int, begin: int, into: memoryview) -> None:
-    """Fills `into` with the bytes of `file` from `begin` on. Raises `FormatError` if it ends before
+def _read_whole(path: Path, file: int, begin: int, view: memoryview) -> None:
+    """Fills `view` with the bytes of `file` from `begin` on. Raises `FormatError` if it ends before
     them, or OSError."""
     done = 0
-    while done < len(into):
-        got = os.preadv(file, [into[done:]], begin + done)
+    while done < len(view):
+        got = os.preadv(file, [view[done:]], begin + done)
         if got == 0:
             what = "the file ends before the elements of a tensor"
-            malformed(what, path.name, expected=f"{begin + len(into)} bytes or more",
+            malformed(what, path.name, expected=f"{begin + len(view)} bytes or more",
                       got=f"{begin + done} bytes")  # fmt: skip
         done += got
 
@@ -137,13 +141,13 @@ class Line:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def read(self, first: int, into: memoryview) -> None:
-        """Fills `into` with elements, the first of which has the index `first`. Raises
+    def read(self, first: int, view: memoryview) -> None:
+        """Fills `view` with elements, the first of which has the index `first`. Raises
         `FormatError` if the file ends before them, `IoError` if it can't be read."""
         with reading(self.path):
             file = open_regular(self.path)
             try:
-                _read_whole(self.path, file, self.begin + first * self.item_bytes, into)
+                _read_whole(self.path, file, self.begin + first * self.item_bytes, view)
             finally:
                 os.close(file)
 
@@ -203,7 +207,11 @@ class Archive:
         """The place of a tensor's elements. `value`: the tensor, as `read_pickle` returns it.
         Raises ValueError if it is no tensor, not row-major or not within its storage."""
         args = _arguments_of(value)
-        if not isinstance(args, tuple) or len(args) < 4 or not isinstance(args[0], Stored):
+        if (
+            not isinstance(args, tuple)
+            or len(args) < 4
+            or not isinstance(args[0], StorageReference)
+        ):
             raise ValueError("the value is no plain tensor")
         stored, offset, sizes, strides = args[:4]
         # The persistent ids of torch.save: ("storage", class, key, location, number of elements).
@@ -226,7 +234,7 @@ class Archive:
 
 def _arguments_of(value: Any) -> Any:
     """The arguments with which torch would rebuild a plain tensor; None for other values."""
-    if not isinstance(value, Made):
+    if not isinstance(value, MadeObject):
         return None
     if value.kind == REBUILD_TYPED and len(value.args) == 4:
         # A tensor with attributes, such as DeepSpeed's ds_id.

@@ -113,10 +113,9 @@ def _identity(directory: Path, dtype: str | None) -> str:
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{_modicum.version()}\0{dtype}\0{directory.resolve()}".encode())
     for path in sorted(directory.rglob("*")):
-        of = path.stat(follow_symlinks=False)
-        digest.update(
-            f"\0{path.relative_to(directory)}\0{of.st_size}\0{of.st_ino}\0{of.st_mtime_ns}".encode()
-        )
+        status = path.stat(follow_symlinks=False)
+        facts = f"\0{path.relative_to(directory)}\0{status.st_size}\0{status.st_ino}"
+        digest.update(f"{facts}\0{status.st_mtime_ns}".encode())
     return digest.hexdigest()
 
 
@@ -174,10 +173,10 @@ def _run(command: list[str]) -> int:
             signal.SIGTERM: lambda number, _frame: child.send_signal(number),
             signal.SIGINT: signal.SIG_IGN,
         }
-        before = {number: signal.signal(number, of) for number, of in pass_on.items()}
+        before = {number: signal.signal(number, handler) for number, handler in pass_on.items()}
         try:
             code = child.wait()
         finally:
-            for number, of in before.items():
-                signal.signal(number, of)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -33,7 +33,7 @@ from modicum.imports.pickles import (
     DTYPES,
     MOST_BYTES,
     Global,
-    Made,
+    MadeObject,
     Pairs,
     malformed,
     read_pickle,
@@ -93,7 +93,7 @@ class Directory:
         try:
             data = _modicum.read_file(path / FILE, too_long="FORMAT.LIMIT", most_bytes=MOST_BYTES)
         except IoError as error:
-            others = ", ".join(sorted(one.parent.name for one in path.glob(f"*/{FILE}")))
+            others = ", ".join(sorted(file.parent.name for file in path.glob(f"*/{FILE}")))
             malformed(
                 f"{path} has no {FILE} that can be read", path.name, "IO",
                 expected="a directory that torch.distributed.checkpoint has written",
@@ -113,49 +113,49 @@ class Directory:
     def read(self, key: str, first: int, view: memoryview) -> None:
         """Fills `view` with the elements of a tensor from index `first` on. Raises `FormatError` if
         a file lacks some, `IoError` if it can't be read."""
-        of = self.tensors[key]
-        count = len(view) // of.item_bytes
+        tensor = self.tensors[key]
+        count = len(view) // tensor.item_bytes
         left = count
-        for number in range(len(of.boxes)):
-            left -= self._read_box(of, number, first, view)
+        for number in range(len(tensor.boxes)):
+            left -= self._read_box(tensor, number, first, view)
         if left != 0:
             malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
 
-    def _read_box(self, of: DirectoryTensor, number: int, first: int, view: memoryview) -> int:
+    def _read_box(self, tensor: DirectoryTensor, number: int, first: int, view: memoryview) -> int:
         """Reads the elements that a box has of `view`'s range; returns their number."""
-        runs = _Runs(of.shape, of.boxes[number])
+        runs = _Runs(tensor.shape, tensor.boxes[number])
         line: Line | None = None
-        end, size, read = first + len(view) // of.item_bytes, of.item_bytes, 0
+        end, size, read = first + len(view) // tensor.item_bytes, tensor.item_bytes, 0
         run = runs.last_at_or_before(first)
         while run < runs.count and runs.begin(run) < end:
             begin = runs.begin(run)
             a, b = max(begin, first), min(begin + runs.numel, end)
             if a < b:
                 at = run * runs.numel + a - begin
-                line = line or self._line(of, number)
+                line = line or self._line(tensor, number)
                 line.read(at, view[(a - first) * size : (b - first) * size])
                 read += b - a
             run += 1
         return read
 
-    def _line(self, of: DirectoryTensor, number: int) -> Line:
+    def _line(self, tensor: DirectoryTensor, number: int) -> Line:
         """Where a box's elements lie in its file; checks the dtype and shape of its archive."""
-        box = of.boxes[number]
+        box = tensor.boxes[number]
         path = self.path / box.file
-        if of.begins[number] < 0:
+        if tensor.begins[number] < 0:
             archive = Archive.open(path, box.begin, box.length)
             value = archive.value()
             try:
                 line = archive.line(value)
             except ValueError as error:
                 malformed(f"a box holds no tensor that can be read: {error}", box.file)
-            if (line.dtype, line.shape) != (of.dtype, box.sizes):
-                expected, got = f"{of.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
+            if (line.dtype, line.shape) != (tensor.dtype, box.sizes):
+                expected, got = f"{tensor.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
                 what = "the archive of a box holds another tensor"
                 malformed(what, box.file, expected=expected, got=got)
-            of.begins[number] = line.begin
+            tensor.begins[number] = line.begin
             return line
-        return Line(path, of.dtype, box.sizes, of.begins[number])
+        return Line(path, tensor.dtype, box.sizes, tensor.begins[number])
 
 
 class _Runs:
@@ -192,12 +192,12 @@ class _Runs:
 def directory_of(data: bytes, path: Path) -> Directory:
     """The directory that .metadata, `data`, describes. Raises `FormatError`."""
     root = read_pickle(data, FILE)
-    if not isinstance(root, Made) or root.kind != f"{METADATA} Metadata":
+    if not isinstance(root, MadeObject) or root.kind != f"{METADATA} Metadata":
         malformed("the pickle is no Metadata of torch.distributed.checkpoint", FILE)
     infos = _infos_of(root.member("storage_data"))
     found = Directory(path)
     for key, value in _pairs(root.member("state_dict_metadata"), "state_dict_metadata"):
-        if not isinstance(key, str) or not isinstance(value, Made):
+        if not isinstance(key, str) or not isinstance(value, MadeObject):
             malformed("state_dict_metadata holds something other than tensors and bytes", FILE)
         if value.kind == f"{METADATA} BytesStorageMetadata":
             found.others.append(key)
@@ -224,7 +224,7 @@ def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
 
 
 def _shape(value: Any, key: str) -> Shape:
-    args = value.args if isinstance(value, Made) and value.kind == "torch Size" else None
+    args = value.args if isinstance(value, MadeObject) and value.kind == "torch Size" else None
     sizes: Any = args[0] if isinstance(args, tuple) and len(args) == 1 else None
     if not is_shape(sizes):
         malformed("a shape is no list of sizes", FILE, tensor=key)
@@ -239,11 +239,15 @@ def _infos_of(value: Any) -> _Infos:
     """File, begin and length of each box, by key and offsets (None for values without offsets)."""
     infos: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in _pairs(value, "storage_data"):
-        kinds = [of.kind if isinstance(of, Made) else "" for of in (index, info)]
+        kinds = [
+            instance.kind if isinstance(instance, MadeObject) else "" for instance in (index, info)
+        ]
         if kinds != [f"{METADATA} MetadataIndex", STORAGE_INFO]:
             malformed("storage_data has something other than places of boxes", FILE)
         key, offset = index.member("fqn"), index.member("offset")
-        name, begin, length = (info.member(of) for of in ("relative_path", "offset", "length"))
+        name, begin, length = (
+            info.member(attribute) for attribute in ("relative_path", "offset", "length")
+        )
         if not isinstance(key, str) or not isinstance(name, str):
             malformed("the place of a box lacks the tensor's or the file's name", FILE)
         if name in ("", ".", "..") or "/" in name or "\0" in name:
@@ -258,14 +262,14 @@ def _infos_of(value: Any) -> _Infos:
     return infos
 
 
-def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
+def _tensor_of(key: str, value: MadeObject, infos: _Infos) -> DirectoryTensor:
     shape = _shape(value.member("size"), key)
     boxes = []
     chunks = value.member("chunks")
     for chunk in chunks if isinstance(chunks, list) else []:
-        if not isinstance(chunk, Made) or chunk.kind != f"{METADATA} ChunkStorageMetadata":
+        if not isinstance(chunk, MadeObject) or chunk.kind != f"{METADATA} ChunkStorageMetadata":
             malformed("a box is no ChunkStorageMetadata", FILE, tensor=key)
-        offsets, sizes = (_shape(chunk.member(of), key) for of in ("offsets", "sizes"))
+        offsets, sizes = (_shape(chunk.member(name), key) for name in ("offsets", "sizes"))
         ends = [o + n for o, n in zip(offsets, sizes, strict=False)]
         is_within = len(offsets) == len(sizes) == len(shape) and all(
             end <= size for end, size in zip(ends, shape, strict=True)
@@ -285,7 +289,7 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
 def _dtype_of(key: str, properties: Any) -> str:
     """The dtype of a TensorProperties, whose state is a tuple that begins with the dtype, or a
     dict."""
-    state = properties.state if isinstance(properties, Made) else None
+    state = properties.state if isinstance(properties, MadeObject) else None
     first = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, Pairs):
         first = properties.member("dtype")
@@ -315,6 +319,6 @@ def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
     for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
         edges = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut]
         for corner in product(*edges):
-            corners[tuple(at for at, _ in corner)] += sign * prod(of for _, of in corner)
+            corners[tuple(at for at, _ in corner)] += sign * prod(factor for _, factor in corner)
     if any(corners.values()):
         malformed("two boxes of a tensor overlap", FILE, tensor=key)

@@ -12,7 +12,7 @@ from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.recipes.dtypes import FLOATS
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of one of the directories."""
 
     directory: Directory
@@ -23,7 +23,7 @@ class Stored(NamedTuple):
         return self.directory.tensors[self.key]
 
 
-_State = dict[tuple[str, str], Stored]
+_State = dict[tuple[str, str], StoredTensor]
 """The optimizer's tensors by (parameter, key)."""
 
 
@@ -50,48 +50,52 @@ def contents_of(
     model, state = _parts_of(directories)
     left_out = [key for directory in directories for key in directory.others]
     if not with_state:
-        left_out += [of.key for of in state.values()]
+        left_out += [entry.key for entry in state.values()]
         state = {}
     _require_exact(model, state, dtype)
     for directory in directories:
-        used = (of for of in (*model.values(), *state.values()) if of.directory is directory)
-        directory.compare(of.key for of in used)
+        used = (
+            entry for entry in (*model.values(), *state.values()) if entry.directory is directory
+        )
+        directory.compare(entry.key for entry in used)
     weights = streams_of(_described(model), _reader(model), source=source, dtype=dtype)
     if not state:
         return Contents(weights, left_out=left_out)
-    tensors = {f"{fqn}.{key}": of for (fqn, key), of in state.items() if of.tensor.shape}
+    tensors = {f"{fqn}.{key}": entry for (fqn, key), entry in state.items() if entry.tensor.shape}
     numbers: dict[str, dict[str, Any]] = {}
-    for (fqn, key), of in state.items():
-        own = numbers.setdefault(fqn, {})
-        if not of.tensor.shape:
-            own[key] = [of.tensor.dtype, _number(of), []]
+    for (fqn, key), entry in state.items():
+        entry_numbers = numbers.setdefault(fqn, {})
+        if not entry.tensor.shape:
+            entry_numbers[key] = [entry.tensor.dtype, _number(entry), []]
     kind = "torch" if optimizer is None else f"torch.{optimizer}"
     facts = json.dumps({"optimizer": kind, "numbers": numbers})
     planes = streams_of(_described(tensors), _reader(tensors)) if tensors else None
     return Contents(weights, planes, facts, left_out=left_out)
 
 
-def _described(tensors: Mapping[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (of.tensor.dtype, of.tensor.shape) for name, of in tensors.items()}
+def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (entry.tensor.dtype, entry.tensor.shape) for name, entry in tensors.items()}
 
 
-def _reader(tensors: Mapping[str, Stored]) -> Read:
+def _reader(tensors: Mapping[str, StoredTensor]) -> Read:
     def read(name: str, first: int, view: memoryview) -> None:
-        of = tensors[name]
-        of.directory.read(of.key, first, view)
+        entry = tensors[name]
+        entry.directory.read(entry.key, first, view)
 
     return read
 
 
-def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, Stored], _State]:
+def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredTensor], _State]:
     """The model's tensors by name, and the optimizer's."""
-    state: list[tuple[Place, Stored]] = []
-    model: list[tuple[Place, Stored]] = []
+    state: list[tuple[Place, StoredTensor]] = []
+    model: list[tuple[Place, StoredTensor]] = []
     for directory in directories:
         for key in directory.tensors:
             place = directory.places.get(key, (key,))
             # The path of an optimizer's tensor has "state" before the parameter's name and a key.
-            (state if "state" in place[:-2] else model).append((place, Stored(directory, key)))
+            (state if "state" in place[:-2] else model).append(
+                (place, StoredTensor(directory, key))
+            )
     if state and not model:
         what = "the directory has no model"
         expected = "the directory above it, in which accelerate has pytorch_model_fsdp_0, too"
@@ -101,8 +105,8 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, Stored], _Sta
         prefixes = {".".join(map(str, place[:-ending])) for place, _ in of_kind}
         if len(prefixes) > 1 or (not prefixes and what == "model"):
             raise _not_under_one_key(what, prefixes)
-    named = {str(place[-1]): of for place, of in model}
-    return named, {(str(place[-2]), str(place[-1])): of for place, of in state}
+    named = {str(place[-1]): entry for place, entry in model}
+    return named, {(str(place[-2]), str(place[-1])): entry for place, entry in state}
 
 
 def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
@@ -111,23 +115,23 @@ def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
     return refusal("UNSUPPORTED", fault, expected="one key", got=got)
 
 
-def _require_exact(model: Mapping[str, Stored], state: _State, dtype: str | None) -> None:
+def _require_exact(model: Mapping[str, StoredTensor], state: _State, dtype: str | None) -> None:
     """Raises `UsageError` if `dtype` rounds a parameter whose state is imported: a resume would go
     on from the rounded values."""
     for fqn, _ in state if dtype not in (None, "float32") else ():
-        own = model[fqn].tensor.dtype if fqn in model else dtype
-        if own != dtype and own in FLOATS:
+        weight_dtype = model[fqn].tensor.dtype if fqn in model else dtype
+        if weight_dtype != dtype and weight_dtype in FLOATS:
             what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
             what += "dtype, and convert the step with `modicum convert`"
-            raise refusal("UNSUPPORTED", what, tensor=fqn, expected=own, got=str(dtype))
+            raise refusal("UNSUPPORTED", what, tensor=fqn, expected=weight_dtype, got=str(dtype))
 
 
-def _number(of: Stored) -> float | int:
-    data = bytearray(of.tensor.item_bytes)
-    of.directory.read(of.key, 0, memoryview(data))
+def _number(entry: StoredTensor) -> float | int:
+    data = bytearray(entry.tensor.item_bytes)
+    entry.directory.read(entry.key, 0, memoryview(data))
     try:
-        return number_of(of.tensor.dtype, data)
+        return number_of(entry.tensor.dtype, data)
     except ValueError:
         what, expected = "the dtype of a number", "float32, float64, int32 or int64"
-        got = of.tensor.dtype
-        raise refusal("UNSUPPORTED", what, tensor=of.key, expected=expected, got=got) from None
+        got = entry.tensor.dtype
+        raise refusal("UNSUPPORTED", what, tensor=entry.key, expected=expected, got=got) from None

@@ -84,7 +84,7 @@ def import_checkpoint(
         what = f"step: a directory of {found.kind} tells no number"
         raise refusal("USAGE", what, expected="the new step's number", got="None")
     else:
-        directories = [Directory.open(of) for of in found.directories]
+        directories = [Directory.open(directory) for directory in found.directories]
         kind = optimizer if with_state else None
         contents = dcp_step.contents_of(directories, source, with_state, kind, cast)
     return write_step(root, number, contents, budget, found.kind)

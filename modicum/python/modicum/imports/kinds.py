@@ -13,7 +13,7 @@ DCP, ACCELERATE, ZERO = "torch.distributed.checkpoint", "accelerate", "DeepSpeed
 _NAMES_SHOWN = 5
 
 
-class Found(NamedTuple):
+class FoundDirectory(NamedTuple):
     kind: str
     """DCP, ACCELERATE or ZERO."""
     directories: list[Path]
@@ -21,36 +21,36 @@ class Found(NamedTuple):
     ZERO the directory itself."""
 
 
-def recognised(path: Path) -> Found | None:
+def recognised(path: Path) -> FoundDirectory | None:
     """What `path` is, None if it is of no program that is known. Raises `IoError` if it is no
     directory that can be listed, `UsageError` if it has several models or optimizers."""
     with reading(path):
-        names = sorted(one.name for one in path.iterdir())
+        names = sorted(entry.name for entry in path.iterdir())
     if METADATA in names:
-        return Found(DCP, [path])
+        return FoundDirectory(DCP, [path])
     inside = [name for name in names if (path / name / METADATA).exists()]
     models = [name for name in inside if MODELS.fullmatch(name)]
     if models:
         optimizers = [name for name in inside if OPTIMIZERS.fullmatch(name)]
-        for of in (models, optimizers):
-            if len(of) > 1:
-                what, got = "a directory of several models or optimizers", ", ".join(of)
+        for folders in (models, optimizers):
+            if len(folders) > 1:
+                what, got = "a directory of several models or optimizers", ", ".join(folders)
                 raise refusal("UNSUPPORTED", what, file=path.name, expected="one", got=got)
-        return Found(ACCELERATE, [path / name for name in (*models, *optimizers)])
+        return FoundDirectory(ACCELERATE, [path / name for name in (*models, *optimizers)])
     if LATEST in names or any(
         pattern.fullmatch(name) for name in names for pattern in (MODEL_FILE, OPTIMIZER_FILE)
     ):
-        return Found(ZERO, [path])
+        return FoundDirectory(ZERO, [path])
     return None
 
 
-def required(path: Path) -> Found:
+def required(path: Path) -> FoundDirectory:
     """As `recognised`; also raises `IoError` for a directory of no program that is known."""
     found = recognised(path)
     if found is not None:
         return found
-    inside = sorted(one.parent.name for one in path.glob(f"*/{METADATA}"))
-    names = sorted(one.name for one in path.iterdir())
+    inside = sorted(file.parent.name for file in path.glob(f"*/{METADATA}"))
+    names = sorted(entry.name for entry in path.iterdir())
     got = f"{METADATA} in {', '.join(inside)}" if inside else ", ".join(names[:_NAMES_SHOWN])
     more = ", ..." if not inside and len(names) > _NAMES_SHOWN else ""
     expected = f"{METADATA} (torch.distributed.checkpoint), pytorch_model_fsdp_0/{METADATA} "

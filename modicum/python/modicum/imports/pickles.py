@@ -1,8 +1,8 @@
 """Reads pickles of torch.distributed.checkpoint and torch.save as data: no name in them is
 imported, and nothing is called. A name that torch does not write into such files is refused.
 
-A class or function becomes a `Global`. An instance, or the result of a call, becomes a `Made` with
-the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashed or compared.
+A class or function becomes a `Global`. An instance, or the result of a call, becomes a `MadeObject`
+with the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashed or compared.
 
 A pickle can refer to a value many times, so that a few bytes describe a tree of any size. A value
 is refused whose tree is not in proportion to the pickle, or is nested deeply: whoever walks,
@@ -48,7 +48,7 @@ class Global:
 
 
 @dataclass(slots=True)
-class Made:
+class MadeObject:
     """An instance, or the result of a call."""
 
     kind: str
@@ -78,7 +78,7 @@ class Pairs:
 
 
 @dataclass(slots=True)
-class Stored:
+class StorageReference:
     """A reference to a storage, by its persistent id."""
 
     id: Any
@@ -108,7 +108,7 @@ def reading(path: Path) -> Iterator[None]:
         malformed("it can't be read", path.name, "IO", got=str(error.strerror or error))
 
 
-class _Refused(Exception):
+class _PickleRefusal(Exception):
     """A pickle that is refused; the argument is the reason."""
 
 
@@ -122,14 +122,14 @@ def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
         value = _Stack(names).value_of(data)
         _require_small(value, _MOST_VALUES_PER_BYTE * len(data) + _LEAST_LIMIT)
         return value
-    except _Refused as refused:
+    except _PickleRefusal as refused:
         reason = str(refused)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
         reason = f"the pickle is damaged: {error}"
     malformed(reason.splitlines()[0][:200], file)
 
 
-_CONTAINERS = (list, tuple, Pairs, Made, Stored)
+_CONTAINERS = (list, tuple, Pairs, MadeObject, StorageReference)
 
 
 class _Mark:
@@ -160,38 +160,38 @@ def _parts(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, Pairs):
         return chain.from_iterable(value.items)
-    if isinstance(value, Made):
+    if isinstance(value, MadeObject):
         return (value.args, value.state)
-    return (value.id,) if isinstance(value, Stored) else ()
+    return (value.id,) if isinstance(value, StorageReference) else ()
 
 
 def _require_small(value: Any, most: int) -> None:
-    """Raises `_Refused` if `value` contains itself, is nested deeply, or its tree has more than
-    `most` values. A string counts as one value for each 16 characters."""
+    """Raises `_PickleRefusal` if `value` contains itself, is nested deeply, or its tree has more
+    than `most` values. A string counts as one value for each 16 characters."""
     sizes: dict[int, int] = {}  # by id; 0: not complete
     path = [(value, iter(_parts(value)), 1)]
     while path:
-        of, parts, size = path.pop()
+        container, parts, size = path.pop()
         for part in parts:
             if not isinstance(part, _CONTAINERS):
                 size += 1 + (len(part) >> 4 if isinstance(part, str) else 0)
             elif (known := sizes.get(id(part))) is None:
                 sizes[id(part)] = 0
-                path += (of, parts, size), (part, iter(_parts(part)), 1)
+                path += (container, parts, size), (part, iter(_parts(part)), 1)
                 break
             elif known == 0:
-                raise _Refused("the pickle is damaged: a value contains itself")
+                raise _PickleRefusal("the pickle is damaged: a value contains itself")
             else:
                 size += known
         else:
-            sizes[id(of)] = size
+            sizes[id(container)] = size
             if path:
                 outer, rest, before = path.pop()
                 path.append((outer, rest, before + size))
         if size > most:
-            raise _Refused("the pickle refers to its values too often")
+            raise _PickleRefusal("the pickle refers to its values too often")
         if len(path) > _MOST_DEPTH:
-            raise _Refused("the pickle is nested too deeply")
+            raise _PickleRefusal("the pickle is nested too deeply")
 
 
 class _Stack:
@@ -219,7 +219,7 @@ class _Stack:
             "STACK_GLOBAL": lambda _: self._name(" ".join(map(_text, self._taken(2)))),
             "NEWOBJ": lambda _: self._make(),
             "REDUCE": lambda _: self._make(),
-            "BINPERSID": lambda _: self._push(Stored(self._pop())),
+            "BINPERSID": lambda _: self._push(StorageReference(self._pop())),
             "BUILD": lambda _: self._build(),
             "APPEND": lambda _: self._extend(self._taken(1)),
             "APPENDS": lambda _: self._extend(self._since_mark()),
@@ -235,20 +235,22 @@ class _Stack:
         stream = io.BytesIO(data)
         while code := stream.read(1):
             if code not in _OPCODES:
-                raise _Refused(f"the pickle is damaged: it has the byte {code[0]} for an opcode")
+                raise _PickleRefusal(
+                    f"the pickle is damaged: it has the byte {code[0]} for an opcode"
+                )
             name = _OPCODES[code]
             if name == "STOP":
                 value = self._pop()
                 if self._values:
-                    raise _Refused("the pickle is damaged: it has more than one value")
+                    raise _PickleRefusal("the pickle is damaged: it has more than one value")
                 return value
             if name in _CONSTANTS:
                 self._push(_CONSTANTS[name])
             elif name in self._by_name:
                 self._by_name[name](_READERS[name](stream) if name in _READERS else None)
             else:  # its argument is not decoded
-                raise _Refused(f"torch writes no {name} into such a file")
-        raise _Refused("the pickle is damaged: it has no end")
+                raise _PickleRefusal(f"torch writes no {name} into such a file")
+        raise _PickleRefusal("the pickle is damaged: it has no end")
 
     def _push(self, value: Any) -> None:
         self._values.append(value)
@@ -260,7 +262,7 @@ class _Stack:
     def _pop(self) -> Any:
         value = self._values.pop()
         if value is _MARK:
-            raise _Refused("the pickle is damaged: a mark instead of a value")
+            raise _PickleRefusal("the pickle is damaged: a mark instead of a value")
         return value
 
     def _taken(self, count: int) -> list[Any]:
@@ -275,7 +277,7 @@ class _Stack:
     def _remember(self, at: int) -> None:
         value = self._values[-1]
         if value is _MARK:
-            raise _Refused("the pickle is damaged: a mark instead of a value")
+            raise _PickleRefusal("the pickle is damaged: a mark instead of a value")
         self._memo[at] = value
 
     def _name(self, name: str) -> None:
@@ -283,49 +285,51 @@ class _Stack:
         is_torch = module == "torch" and (last in DTYPES or last in STORAGES)
         if name not in self._names and name not in GETATTR and not is_torch:
             named = name.replace(" ", ".")
-            raise _Refused(f"the pickle names {named!r}, no known name; nothing was executed")
+            raise _PickleRefusal(f"the pickle names {named!r}, no known name; nothing was executed")
         self._push(Global(name))
 
     def _make(self) -> None:
         kind, args = self._taken(2)
         if not isinstance(kind, Global) or not isinstance(args, tuple):
-            raise _Refused("the pickle is damaged: a call of something other than a name")
+            raise _PickleRefusal("the pickle is damaged: a call of something other than a name")
         if kind.name in GETATTR:
             self._push(_member(args))
         else:
             is_dict = kind.name == ORDERED_DICT and not args
-            self._push(Pairs() if is_dict else Made(kind.name, args))
+            self._push(Pairs() if is_dict else MadeObject(kind.name, args))
 
     def _build(self) -> None:
-        state, made = self._pop(), self._values[-1]
-        if isinstance(made, Pairs):
+        state, target = self._pop(), self._values[-1]
+        if isinstance(target, Pairs):
             return  # attributes of an ordered dict, such as a state dict's versions
-        if not isinstance(made, Made):
-            raise _Refused("the pickle is damaged: a state of something other than an instance")
-        made.state = state
+        if not isinstance(target, MadeObject):
+            raise _PickleRefusal(
+                "the pickle is damaged: a state of something other than an instance"
+            )
+        target.state = state
 
     def _extend(self, values: list[Any]) -> None:
-        into = self._values[-1]
-        if not isinstance(into, list):
-            raise _Refused("the pickle is damaged: an item of something other than a list")
-        into.extend(values)
+        target = self._values[-1]
+        if not isinstance(target, list):
+            raise _PickleRefusal("the pickle is damaged: an item of something other than a list")
+        target.extend(values)
 
     def _set(self, values: list[Any]) -> None:
-        into = self._values[-1]
-        if not isinstance(into, Pairs) or len(values) % 2:
-            raise _Refused("the pickle is damaged: an item of something other than a dict")
-        into.items.extend(zip(values[::2], values[1::2], strict=True))
+        target = self._values[-1]
+        if not isinstance(target, Pairs) or len(values) % 2:
+            raise _PickleRefusal("the pickle is damaged: an item of something other than a dict")
+        target.items.extend(zip(values[::2], values[1::2], strict=True))
 
 
-def _member(args: tuple[Any, ...]) -> Made:
+def _member(args: tuple[Any, ...]) -> MadeObject:
     """The enum member that `getattr(*args)` would return."""
-    of, name = args if len(args) == 2 else (None, None)
-    if not isinstance(of, Global) or not isinstance(name, str):
-        raise _Refused("the pickle calls getattr on something other than a class")
-    return Made(of.name, (name,))
+    kind, name = args if len(args) == 2 else (None, None)
+    if not isinstance(kind, Global) or not isinstance(name, str):
+        raise _PickleRefusal("the pickle calls getattr on something other than a class")
+    return MadeObject(kind.name, (name,))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Refused("the pickle is damaged: a name that is no string")
+        raise _PickleRefusal("the pickle is damaged: a name that is no string")
     return value

@@ -93,16 +93,16 @@ def _recipe_text(stored: Mapping[str, Any], tensors: Described, ties: Mapping[st
     """A recipe.json of the tensors: those that the source stores, too, go into its files."""
 
     def node(name: str, dtype: str, shape: tuple[int, ...]) -> Node:
-        has, of = stored.get(name, ("", ()))
+        has, stored_shape = stored.get(name, ("", ()))
         is_castable = dtype in FLOATS and has in FLOATS
-        if (*of,) != shape or not (is_castable or has == dtype):
+        if (*stored_shape,) != shape or not (is_castable or has == dtype):
             return caller(dtype, [*shape])
         cast = {"dtype": dtype} if has != dtype else {}
         return {"op": "stored", "name": name, **cast}
 
-    targets = {name: node(name, *of) for name, of in tensors.items()}
-    used = {of["name"] for of in targets.values() if of["op"] == "stored"}
-    targets |= {name: {"op": "alias", "of": of} for name, of in ties.items()}
+    targets = {name: node(name, *described) for name, described in tensors.items()}
+    used = {target["name"] for target in targets.values() if target["op"] == "stored"}
+    targets |= {name: {"op": "alias", "of": original} for name, original in ties.items()}
     return json.dumps({"targets": targets, "unused": sorted(stored.keys() - used)})
 
 
@@ -120,7 +120,9 @@ def memory_before() -> list[Any]:
 # ---- the step
 
 
-def write_step(root: Path, step: int, of: Contents, budget: Size | None, kind: str) -> ImportReport:
+def write_step(
+    root: Path, step: int, contents: Contents, budget: Size | None, kind: str
+) -> ImportReport:
     """Writes a step, which becomes visible completely or not at all.
 
     Raises:
@@ -128,27 +130,29 @@ def write_step(root: Path, step: int, of: Contents, budget: Size | None, kind: s
         IoError: a file can't be written; or CONFLICT: an intact step has this number.
     """
     began = time.monotonic()
-    texts = [*of.texts]
-    if of.facts and of.state is None:  # numbers alone
-        texts.append((STATE_FILE, of.facts))
+    texts = [*contents.texts]
+    if contents.facts and contents.state is None:  # numbers alone
+        texts.append((STATE_FILE, contents.facts))
     state: dict[str, Any] = (
-        {} if of.state is None else {"other_state": of.state.plan, "facts": of.facts}
+        {}
+        if contents.state is None
+        else {"other_state": contents.state.plan, "facts": contents.facts}
     )
-    _modicum.require_recordable(of.model.plan, texts, [], **state)
-    promised, limit = _promised(of, budget)
+    _modicum.require_recordable(contents.model.plan, texts, [], **state)
+    promised, limit = _promised(contents, budget)
     damaged = _set_damaged_aside(root, step)
-    folders = ["optimizer"] if of.facts or texts else []
+    folders = ["optimizer"] if contents.facts or texts else []
     saving = _modicum.StepSave(str(root), step, folders)
     try:
         ledger, directory = _modicum.Ledger(limit), Path(saving.directory).resolve()
-        written = of.model.write(ledger, (str(directory), saving.point))
-        if of.state is not None:
-            written += of.state.write(ledger, (str(directory / "optimizer"), saving.point))
-        published = saving.publish(of.model.plan, more=texts, **state)
+        written = contents.model.write(ledger, (str(directory), saving.point))
+        if contents.state is not None:
+            written += contents.state.write(ledger, (str(directory / "optimizer"), saving.point))
+        published = saving.publish(contents.model.plan, more=texts, **state)
     finally:
         saving.discard()
-    told = [*published["warnings"], *(one.pop("warning") for one in damaged)]
-    for warning in told:
+    messages = [*published["warnings"], *(old_step.pop("warning") for old_step in damaged)]
+    for warning in messages:
         warnings.warn(f"modicum: {warning}", stacklevel=3)
     return ImportReport(
         step=step,
@@ -159,25 +163,25 @@ def write_step(root: Path, step: int, of: Contents, budget: Size | None, kind: s
         durable=published["durable"],
         promised_bytes=promised,
         held_bytes=_modicum.process_memory()["peak_bytes"],
-        left_out=sorted({*of.model.plan.left_out, *of.left_out}),
+        left_out=sorted({*contents.model.plan.left_out, *contents.left_out}),
         damaged=damaged,
-        warnings=told,
+        warnings=messages,
     )
 
 
-def _promised(of: Contents, budget: Size | None) -> tuple[int, int]:
+def _promised(contents: Contents, budget: Size | None) -> tuple[int, int]:
     """(bytes of the process at its peak, limit of the ledger). The process is measured here: names
     and places of many tensors are Python objects of unknown size. The plans count twice: they are
     held already, and the save charges them."""
-    parts = [of.model] if of.state is None else [of.model, of.state]
-    held = _modicum.save_footprint([(part.held, part.plan.gather_bytes) for part in parts])
+    parts = [contents.model] if contents.state is None else [contents.model, contents.state]
+    held_bytes = _modicum.save_footprint([(part.held, part.plan.gather_bytes) for part in parts])
     before, available, source = memory_before()
     baseline = -(-before // _MIB) * _MIB
     allowed: int | None = available + baseline
     if budget not in (None, "auto"):
         allowed, source = _modicum.parse_size(budget) if budget != "none" else None, "argument"
     (promise,) = _modicum.save_promise(
-        held, [baseline], ranks_per_node=1, budget=allowed, budget_source=source
+        held_bytes, [baseline], ranks_per_node=1, budget=allowed, budget_source=source
     )
     return promise
 

@@ -29,7 +29,7 @@ from modicum.imports.pickles import malformed, reading
 from modicum.imports.zero_files import (
     MASTER,
     MOMENTS,
-    Flat,
+    FlatPart,
     Rank,
     Table,
     missing,
@@ -68,8 +68,8 @@ class Cut:
         while at < end:
             piece = bisect_right(self.begins, at) - 1
             stop = min(end, self.begins[piece + 1])
-            into = view[(at - begin) * size : (stop - begin) * size]
-            self.lines[piece].read(self.base + at - self.begins[piece], into)
+            target = view[(at - begin) * size : (stop - begin) * size]
+            self.lines[piece].read(self.base + at - self.begins[piece], target)
             at = stop
 
 
@@ -171,17 +171,17 @@ def _files_of(step: Path) -> tuple[_Files, _Files]:
     for path in paths:
         if EXPERT_FILE.fullmatch(path.name):
             unsupported("experts that DeepSpeed distributes", path.name)
-        for of, pattern in ((models, MODEL_FILE), (optimizers, OPTIMIZER_FILE)):
+        for files, pattern in ((models, MODEL_FILE), (optimizers, OPTIMIZER_FILE)):
             found = pattern.fullmatch(path.name)
             if found is None:
                 continue
             if int(found[2]) != 0:
                 unsupported("tensor-parallel ranks of DeepSpeed", path.name)
             rank = int(found[1] or 0)
-            if rank in of:
+            if rank in files:
                 what = f"rank {rank} has two files, of which one may be of an earlier save"
-                other_step(what, path.name, f"it or {of[rank].name}", "both")
-            of[rank] = path
+                other_step(what, path.name, f"it or {files[rank].name}", "both")
+            files[rank] = path
     if 0 not in models or not optimizers:
         expected = "*_model_states.pt and *_optim_states.pt of ZeRO"
         unsupported("no checkpoint of DeepSpeed's ZeRO", step.name, expected=expected)
@@ -220,14 +220,16 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
     models = [Table.of(archive) for archive in of_models]
     model = models[0]
     due = {"dp_world_size": world, "global_steps": model.count("global_steps")}
-    for one in models:
+    for table in models:
         for key, expected in due.items():
-            if one.count(key) != expected:
-                other_step(f"it has another {key}", one.file, expected, one.count(key))
+            if table.count(key) != expected:
+                other_step(f"it has another {key}", table.file, expected, table.count(key))
     if model.count("mp_world_size") != 1:
         unsupported("tensor-parallel ranks of DeepSpeed", model.file)
     _require_steps(model, first)
-    others = [key for key, of in model.values.items() if key not in MODEL_KEYS and of is not None]
+    others = [
+        key for key, value in model.values.items() if key not in MODEL_KEYS and value is not None
+    ]
     found = ZeroDirectory(due["global_steps"], others=sorted({*others, *first.others}))
     found.foreign = next((flat.foreign for flat in first.flats if flat.foreign), "")
     trained = dict(_trained(model, ranks, found.groups))
@@ -252,10 +254,11 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
 def _require_steps(model: Table, first: Rank) -> None:
     """Raises `IntegrityError` unless the optimizer has made all of the model's steps but those that
     DeepSpeed skipped. Without state its steps are unknown."""
-    made, skipped = model.count("global_steps"), model.count("skipped_steps")
+    finished, skipped = model.count("global_steps"), model.count("skipped_steps")
     for flat in first.flats:
-        if len(flat.planes) > 1 and flat.steps != made - skipped:
-            expected = f"{made - skipped} steps: {made} of {model.file}, of which {skipped} skipped"
+        if len(flat.planes) > 1 and flat.steps != finished - skipped:
+            expected = f"{finished - skipped} steps: {finished} of {model.file}, of which "
+            expected += f"{skipped} skipped"
             other_step("the optimizer is at another step", first.file, expected, flat.steps)
 
 
@@ -269,8 +272,8 @@ def _in_common(rank: Rank) -> list[tuple[str, Any]]:
 
 
 def _ties_of(shared: Table) -> dict[str, str]:
-    for name, of in shared.values.items():
-        if not isinstance(of, str):
+    for name, original in shared.values.items():
+        if not isinstance(original, str):
             shared.unknown(name)
     return dict(shared.values)
 
@@ -279,8 +282,8 @@ def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any
     """Raises `FormatError` if a tie or a trained parameter has no tensor in the model, and
     `IntegrityError` if a frozen parameter has no values. `left`: the trained parameters that the
     model lacks."""
-    for name, of in found.ties.items():
-        if of not in found.tensors:
+    for name, original in found.ties.items():
+        if original not in found.tensors:
             malformed("a tie has no tensor", model.file, tensor=name)
     for name in left:
         malformed("the model lacks a trained parameter", model.file, tensor=name)
@@ -299,8 +302,8 @@ def _whole(line: Line) -> Cut:
 _Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
 
 
-def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator[_Trained]:
-    """(name, (shape, planes, steps)) of each trained parameter; appends the groups to `into`."""
+def _trained(model: Table, ranks: Sequence[Rank], groups: list[Group]) -> Iterator[_Trained]:
+    """(name, (shape, planes, steps)) of each trained parameter; appends the groups to `groups`."""
     first = ranks[0]
     shapes = model.tables("param_shapes")
     if len(shapes) != len(first.flats):
@@ -308,29 +311,34 @@ def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator
     flats = iter(shapes)
     for count, options in first.groups:
         names = [name for _ in range(count) for name in next(flats).values]
-        into.append(Group(names, options))
-    for number, of in enumerate(shapes):
-        sizes = {name: of.shape(name) for name in of.values}
-        own = [rank.flats[number] for rank in ranks]
+        groups.append(Group(names, options))
+    for number, table in enumerate(shapes):
+        sizes = {name: table.shape(name) for name in table.values}
+        rank_flats = [rank.flats[number] for rank in ranks]
         cuts = _equal_cuts if first.stage == 3 else _flat_cuts
         padding = first.paddings[number] if number < len(first.paddings) else [0] * len(sizes)
         if len(padding) != len(sizes):
             what = "a group has another number of paddings than of parameters"
             other_step(what, first.file, len(sizes), len(padding))
-        for name, begins, at, base in cuts(sizes, own, padding, model):
-            lines = {plane: [flat.planes[plane] for flat in own] for plane in own[0].planes}
+        for name, begins, at, base in cuts(sizes, rank_flats, padding, model):
+            lines = {
+                plane: [flat.planes[plane] for flat in rank_flats] for plane in rank_flats[0].planes
+            }
             planes = {plane: Cut(of_ranks, begins, at, base) for plane, of_ranks in lines.items()}
-            yield name, (sizes[name], planes, own[0].steps)
+            yield name, (sizes[name], planes, rank_flats[0].steps)
 
 
 _Cuts = Iterator[tuple[str, Sequence[int], int, int]]
 
 
 def _flat_cuts(
-    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
+    sizes: Mapping[str, Shape],
+    rank_flats: Sequence[FlatPart],
+    padding: Sequence[int],
+    model: Table,
 ) -> _Cuts:
     """For stages 1 and 2: (name, `begins`, `at`, `base`) of the `Cut` of each parameter."""
-    begins = [0, *accumulate(flat.planes[MASTER].numel for flat in own)]
+    begins = [0, *accumulate(flat.planes[MASTER].numel for flat in rank_flats)]
     at = 0
     for (name, shape), more in zip(sizes.items(), padding, strict=True):
         yield name, begins, at, 0
@@ -339,15 +347,18 @@ def _flat_cuts(
 
 
 def _equal_cuts(
-    sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
+    sizes: Mapping[str, Shape],
+    rank_flats: Sequence[FlatPart],
+    padding: Sequence[int],
+    model: Table,
 ) -> _Cuts:
     """For stage 3: (name, `begins`, `at`, `base`) of the `Cut` of each parameter."""
-    base, world = 0, len(own)
+    base, world = 0, len(rank_flats)
     for name, shape in sizes.items():
         piece = -(-prod(shape) // world)
         yield name, _begins(piece, world), 0, base
         base += piece
-    for flat in own:
+    for flat in rank_flats:
         _require_filled(model, base, flat.planes[MASTER].numel)
 
 
@@ -367,17 +378,17 @@ def _frozen(models: Sequence[Table]) -> Iterator[tuple[str, ZeroTensor]]:
     shapes = models[0].maybe_table("frozen_param_shapes")
     if shapes is None:
         return
-    fragments = [one.table("frozen_param_fragments") for one in models]
+    fragments = [table.table("frozen_param_fragments") for table in models]
     for name in shapes.values:
         shape, world = shapes.shape(name), len(models)
-        lines = [of.line(name, of.values.get(name)) for of in fragments]
+        lines = [table.line(name, table.values.get(name)) for table in fragments]
         piece = -(-prod(shape) // world)
-        for of, line in zip(fragments, lines, strict=True):
+        for table, line in zip(fragments, lines, strict=True):
             if line.dtype != lines[0].dtype:
                 what = f"a frozen parameter has another dtype than in {models[0].file}"
-                other_step(what, of.file, lines[0].dtype, line.dtype, tensor=name)
+                other_step(what, table.file, lines[0].dtype, line.dtype, tensor=name)
             if line.numel < piece:
                 what, got = "a frozen parameter has too few elements", line.numel
-                other_step(what, of.file, f"{piece} or more", got, tensor=name)
+                other_step(what, table.file, f"{piece} or more", got, tensor=name)
         cut = Cut(lines, _begins(piece, world), 0, 0)
         yield name, ZeroTensor(lines[0].dtype, shape, {"": cut})

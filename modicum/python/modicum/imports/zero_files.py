@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from modicum.errors import refusal
 from modicum.imports.archives import Archive, Line, Shape, is_shape, is_size, number_of
-from modicum.imports.pickles import Made, Pairs, malformed
+from modicum.imports.pickles import MadeObject, Pairs, malformed
 from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE, STAGES
 
 MASTER = "master"
@@ -19,7 +19,7 @@ def missing(name: str) -> NoReturn:
 
 def other_step(what: str, file: str, expected: Any, got: Any, **facts: str) -> NoReturn:
     """Raises `IntegrityError`: the file does not belong to the others."""
-    expected, got = (str(of)[:_LONGEST_FACT] for of in (expected, got))
+    expected, got = (str(fact)[:_LONGEST_FACT] for fact in (expected, got))
     malformed(what, file, "INTEGRITY", **facts, expected=expected, got=got)
 
 
@@ -85,7 +85,7 @@ class Table:
 
     def shape(self, key: str) -> Shape:
         value: Any = self.values.get(key)
-        if isinstance(value, Made) and value.kind == "torch Size" and len(value.args) == 1:
+        if isinstance(value, MadeObject) and value.kind == "torch Size" and len(value.args) == 1:
             value = value.args[0]
         if not is_shape(value):
             self.unknown(key)
@@ -101,12 +101,14 @@ def _options_of(group: Table) -> dict[str, Any]:
 
 def _is_option(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    is_known = all(of is None or isinstance(of, (bool, int, float, str)) for of in values)
-    return is_known and not any(isinstance(of, int) and of.bit_length() > 64 for of in values)
+    is_known = all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
+    return is_known and not any(
+        isinstance(value, int) and value.bit_length() > 64 for value in values
+    )
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatPart:
     """A rank's part of a flat vector (see zero.py)."""
 
     planes: dict[str, Line]
@@ -124,7 +126,7 @@ class Rank:
     stage: int
     world: int
     version: Any
-    flats: list[Flat]
+    flats: list[FlatPart]
     groups: list[tuple[int, dict[str, Any]]]
     """The number of flat vectors of each parameter group, and its options."""
     paddings: list[list[int]]
@@ -134,44 +136,44 @@ class Rank:
     @classmethod
     def of(cls, archive: Archive) -> "Rank":
         whole = Table.of(archive)
-        of = whole.table("optimizer_state_dict")
-        stage = of.values.get("zero_stage")
-        if isinstance(stage, Made) and stage.kind == STAGE and len(stage.args) == 1:
-            told = stage.args[0]
-            stage = STAGES.get(told) if isinstance(told, str) else told
+        state = whole.table("optimizer_state_dict")
+        stage = state.values.get("zero_stage")
+        if isinstance(stage, MadeObject) and stage.kind == STAGE and len(stage.args) == 1:
+            recorded = stage.args[0]
+            stage = STAGES.get(recorded) if isinstance(recorded, str) else recorded
         if type(stage) is not int or stage not in MASTERS:
-            of.unknown("zero_stage")
-        if "ds_zero_partition_groups" in of.values:
-            unsupported("experts that DeepSpeed distributes", of.file)
-        groups, states = _base_state(of, BASE_STATE[stage])
-        masters = of.entries(MASTERS[stage])
+            state.unknown("zero_stage")
+        if "ds_zero_partition_groups" in state.values:
+            unsupported("experts that DeepSpeed distributes", state.file)
+        groups, states = _base_state(state, BASE_STATE[stage])
+        masters = state.entries(MASTERS[stage])
         if len(masters) != len(states):
-            of.unknown(MASTERS[stage])
-        flats = [_flat_of(of, *pair) for pair in zip(masters, states, strict=True)]
+            state.unknown(MASTERS[stage])
+        flats = [_flat_of(state, *pair) for pair in zip(masters, states, strict=True)]
         others: list[str] = [
-            key for key in ("loss_scaler", "dynamic_loss_scale") if key in of.values
+            key for key in ("loss_scaler", "dynamic_loss_scale") if key in state.values
         ]
-        return cls(of.file, stage, _world_of(of), whole.version, flats, groups, _paddings_of(of),
-                   others)  # fmt: skip
+        return cls(state.file, stage, _world_of(state), whole.version, flats, groups,
+                   _paddings_of(state), others)  # fmt: skip
 
 
-def _world_of(of: Table) -> int:
-    count: Any = of.values.get("partition_count")
+def _world_of(table: Table) -> int:
+    count: Any = table.values.get("partition_count")
     counts: list[Any] = count if isinstance(count, list) else [count]
-    if not counts or not all(type(one) is int and one > 0 for one in counts):
-        of.unknown("partition_count")
+    if not counts or not all(type(number) is int and number > 0 for number in counts):
+        table.unknown("partition_count")
     if min(counts) != max(counts):
         what = "parameter groups over different ranks"
-        unsupported(what, of.file, got=", ".join(map(str, counts)))
+        unsupported(what, table.file, got=", ".join(map(str, counts)))
     world: int = counts[0]
     return world
 
 
-def _paddings_of(of: Table) -> list[list[int]]:
-    paddings = of.values.get("param_alignment_paddings") or []
+def _paddings_of(table: Table) -> list[list[int]]:
+    paddings = table.values.get("param_alignment_paddings") or []
     is_known = isinstance(paddings, list) and all(isinstance(group, list) for group in paddings)
-    if not is_known or not all(is_size(one) for group in paddings for one in group):
-        of.unknown("param_alignment_paddings")
+    if not is_known or not all(is_size(padding) for group in paddings for padding in group):
+        table.unknown("param_alignment_paddings")
     known: list[list[int]] = paddings
     return known
 
@@ -179,14 +181,14 @@ def _paddings_of(of: Table) -> list[list[int]]:
 _State = dict[str, Any]
 
 
-def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
+def _base_state(table: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
     """The groups as in `Rank.groups`, and the state of each flat vector, as values by name. A
     vector without a step count gets that of its group."""
-    if isinstance(of.values.get(key), list):  # elastic checkpoint: one state per group
-        states = [state.values for state in of.tables(key)]
-        step = of.values.get("base_optimizer_state_step")
+    if isinstance(table.values.get(key), list):  # elastic checkpoint: one state per group
+        states = [state.values for state in table.tables(key)]
+        step = table.values.get("base_optimizer_state_step")
         return [(1, {}) for _ in states], [{"step": step} | state for state in states]
-    base = of.table(key)
+    base = table.table(key)
     state = base.values.get("state")
     # Integers beyond the limit of sizes may all have the same hash.
     by_id = {k: v for k, v in state.items if is_size(k)} if isinstance(state, Pairs) else {}
@@ -194,42 +196,42 @@ def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], 
     for group in base.tables("param_groups"):
         ids = group.entries("params")
         groups.append((len(ids), _options_of(group)))
-        for one in ids:
-            found = by_id.get(one) if is_size(one) else None
-            own = found.by_name() if isinstance(found, Pairs) else {}
-            states.append({"step": group.values.get("step")} | own)
+        for index in ids:
+            found = by_id.get(index) if is_size(index) else None
+            entries = found.by_name() if isinstance(found, Pairs) else {}
+            states.append({"step": group.values.get("step")} | entries)
     return groups, states
 
 
-def _flat_of(of: Table, master: Any, state: _State) -> Flat:
+def _flat_of(table: Table, master: Any, state: _State) -> FlatPart:
     """The flat vector with this state. Before the optimizer's first step the state has at most a
     step count."""
-    planes = {MASTER: of.line(MASTER, master)}
+    planes = {MASTER: table.line(MASTER, master)}
     numel = planes[MASTER].numel
     foreign = ", ".join(sorted(state.keys() - {"step", *MOMENTS}))
     for name in MOMENTS if len(state) > 1 and not foreign else ():
-        planes[name] = of.line(name, state.get(name))
+        planes[name] = table.line(name, state.get(name))
         if planes[name].numel < numel:
-            of.unknown(name)
+            table.unknown(name)
     for name, line in planes.items():
         if line.dtype != "float32" or len(line.shape) != 1:
             got = f"{line.dtype} {[*line.shape]}"
-            unsupported("state that is no vector of float32", of.file, tensor=name, got=got)
-    return Flat(planes, _steps_of(of, state.get("step")) if len(planes) > 1 else 0, foreign)
+            unsupported("state that is no vector of float32", table.file, tensor=name, got=got)
+    return FlatPart(planes, _steps_of(table, state.get("step")) if len(planes) > 1 else 0, foreign)
 
 
-def _steps_of(of: Table, step: Any) -> int:
+def _steps_of(table: Table, step: Any) -> int:
     """The step count from `step`, a number or a tensor of one element. It must be below 2^53, up to
     which float64 is exact."""
-    if isinstance(step, Made):
-        line = of.line("step", step)
+    if isinstance(step, MadeObject):
+        line = table.line("step", step)
         data = bytearray(line.item_bytes)
         if line.numel == 1:
             line.read(0, memoryview(data))
             try:
                 step = number_of(line.dtype, data)
             except ValueError:
-                of.unknown("step")
+                table.unknown("step")
     if type(step) not in (int, float) or not 0 <= step < 1 << 53 or step != int(step):
-        of.unknown("step")
+        table.unknown("step")
     return int(step)

@@ -46,29 +46,29 @@ def contents_of(
     if opened.foreign and state_format is not None:
         expected, got = "Adam's exp_avg and exp_avg_sq, or optimizer='none'", opened.foreign
         raise refusal("UNSUPPORTED", "the saved state is not Adam's", expected=expected, got=got)
-    dtypes = {name: _dtype_of(name, of, dtype) for name, of in opened.tensors.items()}
-    shapes = {name: (dtypes[name], of.shape) for name, of in opened.tensors.items()}
+    dtypes = {name: _dtype_of(name, tensor, dtype) for name, tensor in opened.tensors.items()}
+    shapes = {name: (dtypes[name], tensor.shape) for name, tensor in opened.tensors.items()}
     formats = {
-        name: _modicum.state_format_of(dtypes[name], [*of.shape], state_format)
-        for name, of in opened.tensors.items()
-        if of.is_trained and state_format is not None
+        name: _modicum.state_format_of(dtypes[name], [*tensor.shape], state_format)
+        for name, tensor in opened.tensors.items()
+        if tensor.is_trained and state_format is not None
     }
     read = _weights_of(opened, dtypes, formats)
     weights = streams_of(shapes, read, ties=opened.ties, source=source, dtype=dtype)
-    made = Contents(weights, left_out=opened.others)
+    contents = Contents(weights, left_out=opened.others)
     if state_format is not None:
         state, facts = _state_of(opened, dtypes, formats, state_format)
         texts = [(GROUPS_FILE, _groups_text(opened.groups))]
-        made = Contents(weights, state, facts, texts, opened.others)
+        contents = Contents(weights, state, facts, texts, opened.others)
     opened.compare(with_moments=state_format is not None)
-    return made
+    return contents
 
 
-def _dtype_of(name: str, of: ZeroTensor, asked: str | None) -> str:
+def _dtype_of(name: str, tensor: ZeroTensor, asked: str | None) -> str:
     """The dtype in which the save gets a tensor: for a trained one the dtype of the step, for
     others the dtype in the model, which the save casts."""
-    dtype = of.dtype if asked is None or not of.is_trained else asked
-    if of.is_trained and dtype not in FLOATS:
+    dtype = tensor.dtype if asked is None or not tensor.is_trained else asked
+    if tensor.is_trained and dtype not in FLOATS:
         expected = ", ".join(sorted(FLOATS))
         what = "the dtype of a trained parameter"
         raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=dtype)
@@ -120,15 +120,15 @@ def _weights_of(
 ) -> Read:
     """Reads the model's tensors. A trained weight is the rounded master, or its upper half."""
     planes = {}
-    for name, of in opened.tensors.items():
+    for name, tensor in opened.tensors.items():
         dtype = dtypes[name]
-        if not of.is_trained:
-            planes[name] = _Plane(of.planes[""], dtype)
+        if not tensor.is_trained:
+            planes[name] = _Plane(tensor.planes[""], dtype)
         elif dtype == "float32":
-            planes[name] = _Plane(of.planes[MASTER], dtype)
+            planes[name] = _Plane(tensor.planes[MASTER], dtype)
         else:
             form = "upper" if formats.get(name) in _SPLIT else dtype
-            planes[name] = _Plane(of.planes[MASTER], dtype, form)
+            planes[name] = _Plane(tensor.planes[MASTER], dtype, form)
     return _reader(planes)
 
 
@@ -152,7 +152,9 @@ def _state_of(
                 what = "the optimizer has made no step, and has no state"
                 raise refusal("USAGE", what, tensor=name, expected="optimizer='none'")
             planes[f"{name}.{moment}"] = _Plane(cuts[moment], "float32")
-    shapes = {n: (of.dtype, opened.tensors[n.rpartition(".")[0]].shape) for n, of in planes.items()}
+    shapes = {
+        n: (plane.dtype, opened.tensors[n.rpartition(".")[0]].shape) for n, plane in planes.items()
+    }
     steps = [(name, opened.tensors[name].steps) for name in formats]
     without = [name for name in opened.tensors if name not in formats]
     return streams_of(shapes, _reader(planes)), _modicum.state_text(asked, _SEED, steps, without)
@@ -162,7 +164,7 @@ def _groups_text(groups: list[Group]) -> str:
     """The text of optimizer/groups.json, in the form of modicum.torch: it reads a list under
     "options" as a tuple, and takes lists from "exact"."""
     documents: list[dict[str, Any]] = []
-    for of in groups:
-        exact = {key: value for key, value in of.options.items() if isinstance(value, list)}
-        documents.append({"params": of.names, "options": of.options, "exact": exact})
+    for group in groups:
+        exact = {key: value for key, value in group.options.items() if isinstance(value, list)}
+        documents.append({"params": group.names, "options": group.options, "exact": exact})
     return json.dumps({"optimizer": "AdamW", "groups": documents})

@@ -152,14 +152,14 @@ def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Att
     for source in sources:
         if isinstance(source, _modicum.Ledger):
             continue
-        for of in holdings(source):
+        for holding in holdings(source):
             before = len(claims.parts)
-            claims.claim(of.begin, of.end, of.owner)
+            claims.claim(holding.begin, holding.end, holding.owner)
             # An overlap with earlier claims adds no parameters, and neither do the planes of
             # modicum.torch.AdamW, which are uint8.
-            is_counted = len(claims.parts) > before and of.tensor.is_floating_point()
-            if is_counted and of.owner in numel:
-                numel[of.owner] += of.tensor.numel()
+            is_counted = len(claims.parts) > before and holding.tensor.is_floating_point()
+            if is_counted and holding.owner in numel:
+                numel[holding.owner] += holding.tensor.numel()
     tree = _modicum.tree_memory([part[:2] for part in claims.parts])
     owners = _by_owner(claims.parts, tree["ranges"])
     for ledger in ledgers:
@@ -181,12 +181,14 @@ def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Att
 def _by_owner(
     parts: Iterable[tuple[int, int, str]], ranges: Iterable[tuple[int, int]]
 ) -> list[Owner]:
-    held, copied = Counter[str](), Counter[str]()
+    held_bytes, copied = Counter[str](), Counter[str]()
     for (_, _, owner), (own_bytes, copied_bytes) in zip(parts, ranges, strict=True):
-        held[owner] += own_bytes
+        held_bytes[owner] += own_bytes
         copied[owner] += copied_bytes
-    names = sorted(held, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-    return [Owner(name, held[name], copied[name]) for name in names]
+    names = sorted(
+        held_bytes, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    )
+    return [Owner(name, held_bytes[name], copied[name]) for name in names]
 
 
 def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
@@ -196,7 +198,9 @@ def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
     mapped."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
-    counted = sum(own + copied for own, copied in tree["ranges"]) + rest_own + rest_copied
+    counted = (
+        sum(own_bytes + copied for own_bytes, copied in tree["ranges"]) + rest_own + rest_copied
+    )
     anon = sum(process["anon_bytes"] for process in processes)
     return [
         Owner("process, otherwise", 0, rest_copied),

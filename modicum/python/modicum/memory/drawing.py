@@ -80,7 +80,10 @@ def draw(
     for curve in _curves(sources):
         charts.setdefault(curve.label, []).append(curve)
     runs = [
-        (label or "host memory", json.dumps(_document(sorted(curves, key=lambda of: of.rank))))
+        (
+            label or "host memory",
+            json.dumps(_document(sorted(curves, key=lambda curve: curve.rank))),
+        )
         for label, curves in charts.items()
     ]
     target.write_text(_modicum.report_page(heading, runs), encoding="utf-8")
@@ -133,7 +136,9 @@ def _document(curves: list[_Curve]) -> dict[str, Any]:
     """A run in the form of `modicum watch --json`: `timeline` and `peak`."""
     zero = min(curve.began for curve in curves)
     # Summed in the same order as in `_Curve.at`, which compares these floats.
-    times = sorted({of.at_s + (curve.began - zero) for curve in curves for of in curve.samples})
+    times = sorted(
+        {sample.at_s + (curve.began - zero) for curve in curves for sample in curve.samples}
+    )
     totals = _totals(curves, times, zero)
     times = _thinned(times, totals)
     samples = [curve.at(times, zero) for curve in curves]
@@ -150,7 +155,7 @@ def _document(curves: list[_Curve]) -> dict[str, Any]:
             "levels": levels,
             "curves": _devices(samples),
             "tracks": [_track(*both) for both in zip(curves, samples, strict=True)],
-            "phases": [_phase(of, curve, zero) for curve in curves for of in curve.phases],
+            "phases": [_phase(phase, curve, zero) for curve in curves for phase in curve.phases],
         },
         "peak": _peak(curves, times, zero),
     }
@@ -174,9 +179,9 @@ def _thinned(times: list[float], totals: list[int]) -> list[float]:
 
 
 def _track(curve: _Curve, samples: list[Sample | None]) -> dict[str, Any]:
-    owners: dict[str, list[int | None]] = {"held": [of and of.held for of in samples]}
-    if any(of and of.children for of in samples):
-        owners["children"] = [of and of.children for of in samples]
+    owners: dict[str, list[int | None]] = {"held": [sample and sample.held for sample in samples]}
+    if any(sample and sample.children for sample in samples):
+        owners["children"] = [sample and sample.children for sample in samples]
     promise = curve.lines.get(_PROMISE)
     return {
         "label": f"rank {curve.rank}",
@@ -184,22 +189,25 @@ def _track(curve: _Curve, samples: list[Sample | None]) -> dict[str, Any]:
         "rank": curve.rank,
         "node": 0,
         "owners": owners,
-        "promise_bytes": promise and [of and promise for of in samples],
+        "promise_bytes": promise and [sample and promise for sample in samples],
     }
 
 
-def _phase(of: Phase, curve: _Curve, zero: float) -> dict[str, Any]:
+def _phase(phase: Phase, curve: _Curve, zero: float) -> dict[str, Any]:
     delay = curve.began - zero
-    times = {"begin_s": of.begin_s + delay, "end_s": of.end_s + delay}
-    return {"pid": curve.pid, "rank": curve.rank, "name": of.name} | times
+    times = {"begin_s": phase.begin_s + delay, "end_s": phase.end_s + delay}
+    return {"pid": curve.pid, "rank": curve.rank, "name": phase.name} | times
 
 
 def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
     """Bytes in use on each device, by any process. Taken from the first recording, since all
     recordings show the same devices."""
-    counts = [len(of.devices) for of in samples[0] if of]
+    counts = [len(sample.devices) for sample in samples[0] if sample]
     return [
-        {"name": f"device {device}", "bytes": [of and of.devices[device] for of in samples[0]]}
+        {
+            "name": f"device {device}",
+            "bytes": [sample and sample.devices[device] for sample in samples[0]],
+        }
         for device in range(min(counts, default=0))
     ]
 
@@ -207,13 +215,15 @@ def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
 def _peak(curves: list[_Curve], times: list[float], zero: float) -> dict[str, Any]:
     totals = _totals(curves, times, zero)
     at = max(range(len(times)), key=totals.__getitem__)
-    curve = max(curves, key=lambda one: _held(one.at([times[at]], zero)[0]))
-    held = _held(curve.at([times[at]], zero)[0])
+    curve = max(curves, key=lambda candidate: _held(candidate.at([times[at]], zero)[0]))
+    held_bytes = _held(curve.at([times[at]], zero)[0])
     moment = times[at] - curve.began + zero
-    inside = [of for of in curve.phases if of.begin_s <= moment <= of.end_s]
-    phase = f", in phase '{max(inside, key=lambda of: of.depth).name}'" if inside else ""
-    highest = max((of.peak_bytes for one in curves for of in one.phases), default=held)
-    cause = f"rank {curve.rank} held most, {size_text(held)}{phase}"
-    if highest > held:
+    inside = [entry for entry in curve.phases if entry.begin_s <= moment <= entry.end_s]
+    phase = f", in phase '{max(inside, key=lambda entry: entry.depth).name}'" if inside else ""
+    highest = max(
+        (entry.peak_bytes for other in curves for entry in other.phases), default=held_bytes
+    )
+    cause = f"rank {curve.rank} held most, {size_text(held_bytes)}{phase}"
+    if highest > held_bytes:
         cause += f"; the kernel saw up to {size_text(highest)} in one process"
     return {"at_s": times[at], "bytes": totals[at], "cause": cause}

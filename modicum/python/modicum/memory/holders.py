@@ -121,7 +121,7 @@ _OFFLOADED = {
 
 
 def _is_of_deepspeed(source: Any) -> bool:
-    return any(of.__module__.split(".")[0] == "deepspeed" for of in type(source).__mro__) and (
+    return any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(source).__mro__) and (
         hasattr(source, "optimizer")
     )
 
@@ -129,7 +129,7 @@ def _is_of_deepspeed(source: Any) -> bool:
 def _zero_of(source: Any) -> tuple[Any, bool]:
     """(the ZeRO optimizer: `source` itself, or that of an engine; whether it is of stage 3)."""
     for zero in (source, source.optimizer):
-        names = [of.__name__ for of in type(zero).__mro__]
+        names = [kind.__name__ for kind in type(zero).__mro__]
         if "DeepSpeedZeroOptimizer_Stage3" in names:
             return zero, True
         if "DeepSpeedZeroOptimizer" in names:

@@ -68,8 +68,8 @@ class Peaks:
         lines = [self.largest.text(), "", f"peaks of {self.samples} samples, in MiB"]
         lines.append(f"{'':24}{'held':>11}{'copied by forks':>21}")
         for owner in self.owners:
-            held, copied = owner.held_bytes / (1 << 20), owner.copied_bytes / (1 << 20)
-            lines.append(f"{owner.name:24}{held:>11.1f}{copied:>21.1f}")
+            held_mib, copied_mib = owner.held_bytes / (1 << 20), owner.copied_bytes / (1 << 20)
+            lines.append(f"{owner.name:24}{held_mib:>11.1f}{copied_mib:>21.1f}")
         lines.append(f"{'together':24}{'':>11}{self.copied_bytes / (1 << 20):>21.1f}")
         return "\n".join(lines)
 

@@ -17,13 +17,13 @@ _KIB = 1024
 class Status(NamedTuple):
     """The memory of this process, in bytes."""
 
-    held: int
+    held_bytes: int
     """RssAnon + RssShmem + VmPTE: without page cache; shared pages count fully."""
     rss: int
     peak_rss: int
     """VmHWM: the highest `rss` since the start of the process or the last reset."""
     parts: dict[str, int]
-    """`held` by kind."""
+    """`held_bytes` by kind."""
 
 
 def own_status() -> Status:
@@ -33,8 +33,8 @@ def own_status() -> Status:
         name, _, rest = line.partition(b":")
         if name in values:
             values[name] = int(rest.split()[0]) * _KIB
-    peak, rss, *held = values.values()  # in the order of _OF_STATUS
-    return Status(sum(held), rss, peak, dict(zip(_KINDS, held, strict=True)))
+    peak, rss, *counts = values.values()  # in the order of _OF_STATUS
+    return Status(sum(counts), rss, peak, dict(zip(_KINDS, counts, strict=True)))
 
 
 def name_of(pid: int) -> str:
@@ -48,10 +48,10 @@ def name_of(pid: int) -> str:
 def held_by(pids: list[int]) -> list[int]:
     """Bytes of each process: Pss_Anon + Pss_Shmem + VmPTE, in which shared pages are divided among
     the processes that map them; 0 for a process that has ended. Takes 10 to 50 ms per GiB."""
-    held = []
+    sizes = []
     for pid in pids:
         try:
-            held.append(_modicum.process_memory(pid)["held_bytes"])
+            sizes.append(_modicum.process_memory(pid)["held_bytes"])
         except IoError:
-            held.append(0)
-    return held
+            sizes.append(0)
+    return sizes

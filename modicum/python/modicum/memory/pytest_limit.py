@@ -40,10 +40,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
     from modicum.memory.tracking import phase
 
-    with phase(item.name) as held:
+    with phase(item.name) as record:
         result = yield
-    if held.peak_bytes - held.begin_bytes > limit:
-        pytest.fail(held.text(limit), pytrace=False)
+    if record.peak_bytes - record.begin_bytes > limit:
+        pytest.fail(record.text(limit), pytrace=False)
     return result
 
 
@@ -55,9 +55,9 @@ def _limit_of(item: pytest.Item) -> int | None:
     from modicum import _modicum
     from modicum.errors import refusal
 
-    given = [*map(repr, marker.args), *(f"{key}={it!r}" for key, it in marker.kwargs.items())]
-    size = marker.args[0] if len(given) == 1 and marker.args else None
+    arguments = [*map(repr, marker.args), *(f"{key}={it!r}" for key, it in marker.kwargs.items())]
+    size = marker.args[0] if len(arguments) == 1 and marker.args else None
     if isinstance(size, bool) or not isinstance(size, int | str):
-        got = ", ".join(given) or "no argument"
+        got = ", ".join(arguments) or "no argument"
         raise refusal("USAGE", "not a size", expected='one size, such as "2 GiB"', got=got)
     return _modicum.parse_size(str(size))

@@ -171,16 +171,16 @@ class _Recording:
         last boundary, to the peaks of open phases."""
         self._scan_children()
         sample = self._take()
-        own = own_status()
+        status = own_status()
         # If the mark could not be reset at the last boundary, it is a peak of the time since then
         # only if it has risen.
-        if self._is_reset or own.peak_rss > self._peak_rss:
-            peak = sample.held + max(0, own.peak_rss - own.rss)
+        if self._is_reset or status.peak_rss > self._peak_rss:
+            peak = sample.held + max(0, status.peak_rss - status.rss)
             for phase in self._open:
                 phase.kernel_peak_bytes = max(phase.kernel_peak_bytes or 0, peak)
                 phase.peak_bytes = max(phase.peak_bytes, peak)
         self._is_reset = _modicum.reset_peak()
-        self._peak_rss = own.peak_rss
+        self._peak_rss = status.peak_rss
         self._note(sample)
         return sample
 
@@ -197,12 +197,12 @@ class _Recording:
         if not self._children:
             status = own_status()
             self._holders = status.parts
-            return Sample(at_s, status.held, 0, devices)
-        own, children = _modicum.process_memory()["held_bytes"], held_by([*self._children])
-        self._holders = {f"this process ({self.pid})": own}
+            return Sample(at_s, status.held_bytes, 0, devices)
+        own_bytes, children = _modicum.process_memory()["held_bytes"], held_by([*self._children])
+        self._holders = {f"this process ({self.pid})": own_bytes}
         for (pid, name), size in zip(self._children.items(), children, strict=True):
             self._holders[f"child {pid} ({name})"] = size
-        return Sample(at_s, own, sum(children), devices)
+        return Sample(at_s, own_bytes, sum(children), devices)
 
     def _note(self, sample: Sample) -> None:
         self._keep(sample)
@@ -306,9 +306,9 @@ def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[di
         "version": _modicum.version(),
     }
     records: list[dict[str, Any]] = [{"process": process}]
-    records += [{"phase": asdict(one)} for one in recording.phases]
-    records += [{"sample": one._asdict()} for one in recording.samples]
-    records += [{"line": _line(name, of)} for name, of in (lines or {}).items()]
+    records += [{"phase": asdict(phase)} for phase in recording.phases]
+    records += [{"sample": sample._asdict()} for sample in recording.samples]
+    records += [{"line": _line(name, size)} for name, size in (lines or {}).items()]
     return records
 
 
@@ -319,12 +319,12 @@ def _line(name: str, size: float) -> dict[str, Any]:
 
 
 def _rank() -> int:
-    given = os.environ.get("RANK") or "0"
+    text = os.environ.get("RANK") or "0"
     try:
-        return int(given)
+        return int(text)
     except ValueError as error:
         what = "the environment's RANK is not a number"
-        raise refusal("USAGE", what, expected="a rank, such as 0", got=ascii(given)) from error
+        raise refusal("USAGE", what, expected="a rank, such as 0", got=ascii(text)) from error
 
 
 def write(

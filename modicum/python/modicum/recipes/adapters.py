@@ -12,7 +12,7 @@ from modicum.recipes.translation import Described
 
 
 @dataclass(frozen=True)
-class Asked:
+class RecipeRequest:
     """The targets of a recipe, and the user's rules for those that are not stored."""
 
     rules: Rules
@@ -30,18 +30,18 @@ class Asked:
 def begin_as_base(
     targets: dict[str, Node],
     structure: Structure,
-    made: Mapping[str, Array],
+    arrays: Mapping[str, Array],
     dtypes: Dtypes,
-    asked: Asked,
+    asked: RecipeRequest,
 ) -> dict[str, str]:
     """Adds the tensors of PEFT that are not stored to `targets`. Copies (`modules_to_save`) and
-    rows of the embedding get values of the base model's tensor, if that is in `made`. DoRA's
+    rows of the embedding get values of the base model's tensor, if that is in `arrays`. DoRA's
     magnitudes become zeros: the caller of the load computes them afterwards as the norms of a
     weight's rows. Returns the name of this weight by the name of the magnitude."""
 
     def base(name: str) -> Array | None:
         # A tied name is an alias: its values are those of the name in "of".
-        return made.get(targets.get(name, {}).get("of", name))
+        return arrays.get(targets.get(name, {}).get("of", name))
 
     for name, original in structure.copies.items():
         array = base(original)

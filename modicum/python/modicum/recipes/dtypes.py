@@ -64,7 +64,7 @@ class Dtypes:
         self._keep = None
         if keep_fp32 is not None:
             self._keep = Patterns("keep_fp32", [keep_fp32])
-            floats = (name for name, (of, _) in targets.items() if of in FLOATS)
+            floats = (name for name, (target_dtype, _) in targets.items() if target_dtype in FLOATS)
             self._keep.require_match(floats, "floating-point targets")
         # By target: the dtype with which its part was built, known from the part's first
         # floating-point parameter.

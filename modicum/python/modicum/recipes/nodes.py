@@ -63,16 +63,16 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
     dim = _from_front(dim, len(array.shape))
     number = array.builder.slice(dim, start, stop, array.number)
     node = {"op": "slice", "dim": dim, "start": start, "stop": stop, "in": [array.node]}
-    made = _made(array.builder, number, node)
-    return made if made.shape != array.shape else array
+    piece = _made(array.builder, number, node)
+    return piece if piece.shape != array.shape else array
 
 
 def with_rows(rows: int, array: Array) -> Array:
     """The first `rows` rows. If the array has fewer, its rows are repeated from the first on."""
-    own = array.shape[0]
-    if rows <= own:
+    base_rows = array.shape[0]
+    if rows <= base_rows:
         return cut(0, 0, rows, array)
-    times, rest = divmod(rows, own)
+    times, rest = divmod(rows, base_rows)
     return cat(0, [array] * times + ([cut(0, 0, rest, array)] if rest else []))
 
 
@@ -94,8 +94,8 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
     """The same row-major elements in another shape."""
     number = array.builder.reshape(shape, array.number)
     node = {"op": "reshape", "shape": list(shape), "in": [array.node]}
-    made = _made(array.builder, number, node)
-    return made if made.shape != array.shape else array
+    reshaped = _made(array.builder, number, node)
+    return reshaped if reshaped.shape != array.shape else array
 
 
 def stored_under(node: Node) -> Iterator[str]:

@@ -130,20 +130,20 @@ def _regrouped(
 
 
 def _merge_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
-    made: Values = {}
+    result: Values = {}
     for pattern, value in inputs.items():
         target = chain.only_target("MergeModulelist") if len(inputs) == 1 else pattern
-        made[target] = value if isinstance(value, Array) else stack(op.dim, value)
-    return made
+        result[target] = value if isinstance(value, Array) else stack(op.dim, value)
+    return result
 
 
 def _split_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
-    made: Values = {}
+    result: Values = {}
     for pattern, value in inputs.items():
         array = _one(value, "SplitModulelist")
         name = chain.only_target("SplitModulelist") if len(inputs) == 1 else pattern
-        made |= {name.replace("*", str(i)): a for i, a in enumerate(_unbind(array, op.dim))}
-    return made
+        result |= {name.replace("*", str(i)): a for i, a in enumerate(_unbind(array, op.dim))}
+    return result
 
 
 def _unbind(array: Array, dim: int) -> list[Array]:
@@ -193,7 +193,7 @@ def _rope_rows(op: Any, array: Array, config: Any) -> Array:
 
 
 def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
-    made: Values = {}
+    result: Values = {}
     for pattern, value in inputs.items():
         if len(chain.sources) > 1 and len(chain.targets) > 1:
             raise _senseless(
@@ -203,8 +203,8 @@ def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
         names = op.permute_layer_names
         if names is None or any(name in pattern for name in names):
             value = _rope_rows(op, _one(value, "PermuteForRope"), chain.config)
-        made[chain.targets[0] if alone else pattern] = value
-    return made
+        result[chain.targets[0] if alone else pattern] = value
+    return result
 
 
 def _fuse_and_permute(op: Any, inputs: Values, chain: Chain) -> Values:
@@ -243,11 +243,11 @@ def _split_and_decouple(op: Any, inputs: Values, chain: Chain) -> Values:
         _chunks(_listed(inputs, pattern, name)[0], len(chain.targets), op.concat_dim)
         for pattern in chain.sources
     ]
-    made: Values = {}
+    result: Values = {}
     for i, target in enumerate(chain.targets):
         experts = [expert for part in parts for expert in _unbind(part[i], op.stack_dim)]
-        made |= {target.replace("*", str(e)): expert for e, expert in enumerate(experts)}
-    return made
+        result |= {target.replace("*", str(e)): expert for e, expert in enumerate(experts)}
+    return result
 
 
 def _identity(_: Any, inputs: Values, __: Chain) -> Values:
@@ -256,7 +256,7 @@ def _identity(_: Any, inputs: Values, __: Chain) -> Values:
 
 def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
     """Removes scales from the chain, and passes codes on: a load reads them with their scales."""
-    made: Values = {}
+    result: Values = {}
     for pattern, value in inputs.items():
         values = [value] if isinstance(value, Array) else value
         if "activation_scale" in pattern or "weight_scale_inv" in pattern:
@@ -271,8 +271,8 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
             if array.dtype.startswith("float8") != (scales is not None):
                 got = "without" if scales is None else "with"
                 raise refusal("UNSUPPORTED", f"Fp8Dequantize of {array.dtype} {got} a scale")
-        made[chain.first_target if pattern == "weight" else pattern] = value
-    return made
+        result[chain.first_target if pattern == "weight" else pattern] = value
+    return result
 
 
 @dataclass(frozen=True)

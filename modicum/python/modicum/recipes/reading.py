@@ -33,9 +33,9 @@ def given_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Recipe | None:
         return recipe
     if isinstance(recipe, (str, os.PathLike)):
         return read_recipe(recipe)
-    of = type(recipe)
-    expected, got = "a modicum.recipes.Recipe, or the path of a recipe.json", of.__qualname__
-    got = got if of.__module__ == "builtins" else f"{of.__module__}.{got}"
+    kind = type(recipe)
+    expected, got = "a modicum.recipes.Recipe, or the path of a recipe.json", kind.__qualname__
+    got = got if kind.__module__ == "builtins" else f"{kind.__module__}.{got}"
     raise refusal("USAGE", "recipe", expected=expected, got=got)
 
 
@@ -46,14 +46,14 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     text = _modicum.read_file(path, too_long="MISMATCH")
     try:
         document = json.loads(text.decode())
-        made = Recipe(dict(document["targets"]), list(document.get("unused", [])))
+        result = Recipe(dict(document["targets"]), list(document.get("unused", [])))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
-    for name, node in made.targets.items():
+    for name, node in result.targets.items():
         if not _is_node(node):
             expected, got = 'an object with an "op"', json.dumps(node)
             raise refusal("MISMATCH", what, file=path.name, tensor=name, expected=expected, got=got)
-    return made
+    return result
 
 
 def _is_node(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
-from modicum.recipes.adapters import Asked, begin_as_base
+from modicum.recipes.adapters import RecipeRequest, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Node, caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
@@ -145,8 +145,8 @@ def _is_fp8(config: Any, targets: Described) -> bool:
         for group in (groups.values() if isinstance(groups, dict) else [None])
     ]
     return bool(weights) and all(
-        isinstance(of, dict) and (of.get("type"), of.get("num_bits")) == ("float", 8)
-        for of in weights
+        isinstance(weight, dict) and (weight.get("type"), weight.get("num_bits")) == ("float", 8)
+        for weight in weights
     )
 
 
@@ -196,7 +196,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 @dataclass
-class _May:
+class _AllowedShapes:
     """Whether the target of a name may have another shape than the stored tensors give."""
 
     differ: Callable[[str], bool]  # any other shape; the target then counts as missing
@@ -208,7 +208,7 @@ def _translate(
     stored: Described,
     targets: Described,
     ask: Callable[[Part], list[Any]],
-    may: _May,
+    may: _AllowedShapes,
 ) -> Translation:
     """Translates the stored tensors of each part to its targets, and names in a part to names in
     the complete model. `ask`: returns transformers' transforms for a part."""
@@ -240,7 +240,7 @@ def _drop(translation: Translation, droppable: Any, stored: Described) -> None:
         codes = _codes_of(name, stored)
         if codes is not None and codes not in unexpected:
             continue
-        if droppable is not None and all(droppable.search(one) for one in would_be):
+        if droppable is not None and all(droppable.search(key) for key in would_be):
             translation.dropped.append(name)
         else:
             translation.unexpected[name] = would_be
@@ -297,14 +297,14 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
     return init(kind, std, dtype, shape)
 
 
-def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
+def _left_to_model(structure: Structure, names: Iterable[str]) -> set[str]:
     """Names that the model lists as possibly missing, and tensors of adapters of which nothing is
     stored."""
     left: set[str] = set()
     for part in structure.parts:
         listed = any_of(may_be_missing(part.module))
         left |= {name for name, key in part.keys.items() if listed and listed.search(key)}
-    stored = {structure.members[name].adapter for name in made}
+    stored = {structure.members[name].adapter for name in names}
     return left | {
         name
         for name, member in structure.members.items()
@@ -426,7 +426,7 @@ def build_recipe(
         stored,
         targets,
         ask=lambda part: _transforms(part, targets, key_mapping),
-        may=_May(
+        may=_AllowedShapes(
             differ=lambda name: not rules.take_all and rules.of(name) is not None,
             grow=(_of_tokens(structure) if resized else frozenset()).__contains__,
         ),
@@ -434,12 +434,12 @@ def build_recipe(
     _check_unexpected(translation, unexpected, structure, stored)
     dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
     recipe = Recipe(grown=translation.grown, unexpected=sorted(translation.unexpected))
-    for name, array in translation.made.items():
+    for name, array in translation.arrays.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
-    asked = Asked(rules, targets, frozenset(present))
-    recipe.norms = begin_as_base(recipe.targets, structure, translation.made, dtypes, asked)
-    left = _left_to_model(structure, translation.made)
+    asked = RecipeRequest(rules, targets, frozenset(present))
+    recipe.norms = begin_as_base(recipe.targets, structure, translation.arrays, dtypes, asked)
+    left = _left_to_model(structure, translation.arrays)
     lacking = _fill_gaps(
         recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=asked.present
     )
@@ -452,7 +452,7 @@ def build_recipe(
 def _of_tokens(structure: Structure) -> frozenset[str]:
     """Names of the tensors of token embeddings and output heads."""
     roots = {id(m.root): m.root for m in structure.members.values() if m.root is not None}
-    modules = {id(of) for root in roots.values() for of in embeddings_of(root)}
+    modules = {id(module) for root in roots.values() for module in embeddings_of(root)}
     return frozenset(n for n, member in structure.members.items() if id(member.module) in modules)
 
 

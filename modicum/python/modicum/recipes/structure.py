@@ -71,8 +71,8 @@ def wrapped_by(module: Any) -> Any:
     """The module inside PEFT's wrapper of a layer; None for other modules."""
     if not hasattr(type(module), "adapter_layer_names"):
         return None
-    own = getattr(module, "original_module", None)
-    return own if own is not None else getattr(module, "base_layer", None)
+    original = getattr(module, "original_module", None)
+    return original if original is not None else getattr(module, "base_layer", None)
 
 
 def inside_wrappers(module: Any) -> Any:
@@ -295,10 +295,11 @@ def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None
         if not hasattr(type(at.module), "adapter_state_dict_load_map"):
             continue
         part, path = by_root[id(at.root)], ".".join(at.path)
-        for one in walk.adapters:
-            for saved, own in at.module.adapter_state_dict_load_map(one).items():
-                name, original = f"{path}.{canonical(own)}", f"{path}.original_module.{saved}"
-                if one == adapter and name in part.keys:
+        for adapter_name in walk.adapters:
+            for saved, model_name in at.module.adapter_state_dict_load_map(adapter_name).items():
+                name = f"{path}.{canonical(model_name)}"
+                original = f"{path}.original_module.{saved}"
+                if adapter_name == adapter and name in part.keys:
                     saved_as = ".".join((*at.path[at.root_depth :], canonical(saved)))
                     part.saved_as[saved_as] = part.keys[name]
                 if name in structure.members and original in structure.members:

@@ -29,7 +29,7 @@ Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # (dtype, shape) by name
 class Translation:
     """The result of a translation."""
 
-    made: dict[str, Array] = field(default_factory=dict)  # by target
+    arrays: dict[str, Array] = field(default_factory=dict)  # by target
     # By target: the first target of its group, to whose dtype the group's targets are cast.
     first: dict[str, str] = field(default_factory=dict)
     # Stored names from which no element is used: an operation consumes the tensor, or its target
@@ -45,7 +45,7 @@ class Translation:
     def renamed(self, names: Mapping[str, str]) -> "Translation":
         """This translation with other names of the targets. `names`: the new ones, by old name."""
         return Translation(
-            {names[key]: array for key, array in self.made.items()},
+            {names[key]: array for key, array in self.arrays.items()},
             {names[key]: names[first] for key, first in self.first.items()},
             self.dropped,
             self.unexpected,
@@ -55,7 +55,7 @@ class Translation:
 
     def add(self, part: "Translation") -> None:
         """Adds the translation of another part of a model."""
-        self.made |= part.made
+        self.arrays |= part.arrays
         self.first |= part.first
         self.dropped += part.dropped
         self.unexpected |= part.unexpected
@@ -184,9 +184,9 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
             )
         array = value if isinstance(value, Array) else value[0]
         used.update(stored_under(array.node))
-        if name in result.made:
+        if name in result.arrays:
             raise refusal("MISMATCH", "two conversions make the same target", tensor=name)
-        result.made[name] = array
+        result.arrays[name] = array
         result.first[name] = first_target
     result.dropped += [array.node["name"] for array in chain.dropped]
     accounted = used.union(array.node["name"] for array in chain.dropped + chain.scales)
@@ -266,20 +266,20 @@ def translate(
     for target, group in _collect(stored_tensors, keys or {}, names, result).items():
         if group.converter is None:
             (arrays,) = group.collected.values()
-            result.made[target], result.first[target] = arrays[0], target
+            result.arrays[target], result.first[target] = arrays[0], target
             continue
         sources, patterns = group.converter.source_patterns, group.converter.target_patterns
         chain = Chain(sources, patterns, target, shapes, config)
         _convert(target, group, chain, result)
     left_out: set[str] = set()  # stored tensors of targets that may differ
-    for name, array in list(result.made.items()):
+    for name, array in list(result.arrays.items()):
         if name in targets and may_grow(name) and _has_other_rows(array, targets[name][1]):
             result.grown[name] = array.shape[0]
-            result.made[name] = with_rows(targets[name][1][0], array)
+            result.arrays[name] = with_rows(targets[name][1][0], array)
         elif name in targets and array.shape != targets[name][1] and may_differ(name):
-            left_out.update(stored_under(result.made.pop(name).node))
+            left_out.update(stored_under(result.arrays.pop(name).node))
         else:
             _check_shape(name, array, targets)
-    used = {name for array in result.made.values() for name in stored_under(array.node)}
+    used = {name for array in result.arrays.values() for name in stored_under(array.node)}
     result.dropped += sorted(left_out - used)
     return result
