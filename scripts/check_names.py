@@ -47,6 +47,8 @@ def member(holder: Any, path: str, name: str) -> Any:
     """`holder.name`, where `path` is the dotted path of `holder`. Throws AttributeError."""
     try:
         return getattr(holder, name)
+    except ValueError as error:  # UsageError of a name of before
+        raise AttributeError(str(error)) from error
     except AttributeError:
         if isinstance(holder, ModuleType):
             try:

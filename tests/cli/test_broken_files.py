@@ -149,8 +149,8 @@ def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, str
         """Loads, and changes the mtime during the copy with this number, counted from 1; never if
         it is 0. Returns the number of copies."""
         os.utime(path, ns=(1, 1))
-        recipe = library.make_recipe(library.open_checkpoint(directory))
-        layout = library.make_layout(recipe, 1)
+        recipe = library.walk.make_recipe(library.walk.open_checkpoint(directory))
+        layout = library.walk.make_layout(recipe, 1)
         plan = _modicum.make_plan(
             recipe, layout, strategy=strategy, destinations=["copy", "copy"], staging="1MiB"
         )
@@ -178,13 +178,13 @@ def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, str
 
 def test_open_checkpoint_has_the_warnings(tmp_path: Path) -> None:
     directory = tied_checkpoint(tmp_path / "model")
-    assert library.open_checkpoint(directory).warnings == []
+    assert library.walk.open_checkpoint(directory).warnings == []
     (directory / "adapter_config.json").write_text(json.dumps({}))
-    (warning,) = library.open_checkpoint(directory).warnings
+    (warning,) = library.walk.open_checkpoint(directory).warnings
     assert "adapter" in warning
 
 
 def test_make_recipe_refuses_an_empty_path(tmp_path: Path) -> None:
-    checkpoint = library.open_checkpoint(tied_checkpoint(tmp_path / "model"))
+    checkpoint = library.walk.open_checkpoint(tied_checkpoint(tmp_path / "model"))
     with pytest.raises(library.UsageError):
-        library.make_recipe(checkpoint, "")
+        library.walk.make_recipe(checkpoint, "")
