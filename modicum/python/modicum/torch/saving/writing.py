@@ -15,7 +15,7 @@ from modicum.torch.saving.adamw_state import AdamWState, HeldShards
 from modicum.torch.saving.examining import set_damaged_aside
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
-from modicum.upstream.torch_storages import InPlace
+from modicum.upstream.torch_storages import StoragesInPlace
 
 Outcome = dict[str, int]
 """With the keys written_bytes, read_bytes and gathered_bytes."""
@@ -222,13 +222,13 @@ class StepInFlight:
         self.damaged: list[dict[str, Any]] = []
         """A damaged step of the same number, as `_modicum.set_aside` describes it; on every
         rank."""
-        self._in_place: InPlace | None = None
+        self._in_place: StoragesInPlace | None = None
 
     def hold(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Until this rank's part is written, tensors that the save reads stay where they are. Call
         before their addresses are taken. While a save in the background writes, calls of this
         thread that would move them wait as those of an optimizer do."""
-        self._in_place = InPlace(tensors, in_flight.settle)
+        self._in_place = StoragesInPlace(tensors, in_flight.settle)
 
     def leave(self) -> None:
         """Ends `hold`. On any thread."""
