@@ -65,7 +65,7 @@ class StateWriting(Protocol):
         with the other ranks of its node; 0 if it needs none."""
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         """The facts that must be equal on all ranks, as one text."""
 
     @property
@@ -100,7 +100,7 @@ class AdamWWriting:
     def __init__(self, state: AdamWState, *, background: bool = False) -> None:
         self._state = state
         self._background = background
-        self._held = state.held(to_save=True)
+        self._shards = state.held(to_save=True)
         self.files = _modicum.StateFiles(state.parameters)
         self.facts = state.facts()
 
@@ -114,7 +114,7 @@ class AdamWWriting:
         return 0  # uses the shared memory of the model's save: its rows are divided in the same way
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         return f"{self._state.parameters} {self.facts}"
 
     @property
@@ -123,7 +123,7 @@ class AdamWWriting:
 
     @property
     def reads(self) -> MemoryReads:
-        return MemoryReads([], [(self.files, self._held)])
+        return MemoryReads([], [(self.files, self._shards)])
 
     @property
     def writings(self) -> Sequence[Writing]:
@@ -143,7 +143,7 @@ class AdamWWriting:
             where.board,
             where.ledger,
             (str(where.directory), where.point),
-            self._held,
+            self._shards,
             where.snapshot,
             where.gather,
         )
@@ -164,7 +164,7 @@ class TensorsWriting:
         return self._writing.plan.gather_bytes
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         return f"{self._writing.plan.digest} {self.facts}"
 
     @property
