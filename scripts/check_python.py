@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the imports of the Python package are in the table of docs/ARCHITECTURE.md, that only
-`upstream/` uses private names of other packages, that no room uses those of another room, and that
-no name hides a module.
+`upstream/` uses private names of other packages, that no room uses those of another room, that no
+name hides a module, and that variables, fields and classes are named by nouns.
 
 check_python.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is
 any. Standard library only.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from check import Room, check_table, names_in, table_rows
+from check_identifiers import NO_IDENTIFIERS, NO_TYPE_NAMES
 from check_use import imports
 
 PACKAGE = "modicum/python/modicum"
@@ -27,6 +28,17 @@ PUBLIC = {
     "_replace",  # of NamedTuple
     "_scale_inv",  # ends the names of stored tensors
 }
+# Words that are no identifiers, by file: parameters that a caller names, a key in a file.
+WORDS_OF_CALLERS = {
+    "memory/recording.py": {"held"},
+    "walk/calls.py": {"given", "into"},
+}
+# Participles, adjectives, adverbs and verbs alone, in addition to those of C++.
+NO_CLASS_NAMES = NO_TYPE_NAMES | {
+    "Above", "Around", "Ask", "Before", "Bound", "Built", "Consumed", "Emptied",
+    "Flat", "InPlace", "Inside", "Later", "Managed", "May", "Noting", "Passing",
+    "Printed", "Protected", "Reads", "Refused", "Seen", "Split", "Tiny", "Where",
+}  # fmt: skip
 
 
 def read_rooms(page: str) -> dict[str, Room]:
@@ -181,6 +193,45 @@ def check_hidden(root: Path) -> Iterator[str]:
             yield f"{path.relative_to(root)}:1: `{name}` hides the module of that name"
 
 
+def assigned_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of the parameters, variables and attributes that a module sets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+            yield node.lineno, node.name
+
+
+def types_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of the classes, and of the variables of a module, which may be aliases."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.lineno, node.name
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((node.lineno, t.id) for t in targets if isinstance(t, ast.Name))
+
+
+def check_identifiers(root: Path) -> Iterator[str]:
+    """No variable, parameter or attribute has a name of NO_IDENTIFIERS, no class or alias one of
+    NO_CLASS_NAMES, with or without underscores."""
+    package = root / PACKAGE
+    for path in sorted(package.rglob("*.py")):
+        where, tree = path.relative_to(root), ast.parse(path.read_text())
+        free = WORDS_OF_CALLERS.get(path.relative_to(package).as_posix(), set())
+        for line, name in assigned_in(tree):
+            if name.strip("_") in NO_IDENTIFIERS and name not in free:
+                yield f"{where}:{line}: '{name}' is no identifier: name what it is"
+        for line, name in types_in(tree):
+            if name.strip("_") in NO_CLASS_NAMES:
+                yield f"{where}:{line}: '{name}' is no class name: use a noun"
+
+
 def findings(root: Path) -> list[str]:
     rooms = read_rooms((root / "docs/ARCHITECTURE.md").read_text())
     return [
@@ -189,6 +240,7 @@ def findings(root: Path) -> list[str]:
         *check_names(root),
         *check_room_names(root),
         *check_hidden(root),
+        *check_identifiers(root),
     ]
 
 

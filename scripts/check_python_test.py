@@ -70,8 +70,8 @@ class CheckPython(unittest.TestCase):
         self.assertTrue(any("above it" in line for line in found), found)
 
     def test_a_private_name_of_another_package(self) -> None:
-        own = "class Own:\n    _count = 0\n\n    def _get(self):\n        self._own = self._get\n"
-        self.assertEqual(self.findings({"errors.py": own + "Own()._count._own._asdict()\n"}), [])
+        own = "class Sizes:\n    _count = 0\n\n    def _get(self):\n        self._sum = self._get\n"
+        self.assertEqual(self.findings({"errors.py": own + "Sizes()._count._sum._asdict()\n"}), [])
         private = "`_version` is private to another package"
         for text in (
             "def f(tensor):\n    return tensor._version\n",
@@ -106,6 +106,36 @@ class CheckPython(unittest.TestCase):
         hides = "torch/optim/__init__.py:1: `adamw` hides the module"
         for text in ("def adamw():\n    pass\n", "from modicum.errors import Error as adamw\n"):
             self.assert_finds({"torch/optim/__init__.py": text}, hides)
+
+    def test_a_word_that_is_no_identifier(self) -> None:
+        for word in ("of", "one", "own", "made", "given", "held", "told", "how", "into", "_own"):
+            fault = f"errors.py:2: '{word}' is no identifier: name what it is"
+            for text in (
+                f"def f(tensors):\n    for {word} in tensors: pass\n",
+                f"def f(\n    *, {word}): pass\n",
+                f"def f(tensors): return [\n    {word} for {word} in tensors]\n",
+                f"def f(tensors): return [\n    0 for name, {word} in tensors]\n",
+                f"class Tensor:\n    {word}: int\n",
+                f"class Tensor:\n    def f(self): self.{word} = 0\n",
+            ):
+                self.assert_finds({"errors.py": text}, fault)
+        keyword = {"errors.py": 'def f(g): return g.held(g, given=1)["of"]  # one of its own\n'}
+        self.assertEqual(self.findings(keyword), [])
+
+    def test_a_word_of_callers(self) -> None:
+        page = PAGE + "| `walk` | 4 | - | loads |\n"
+        text = "def load(plan, into=None): pass\n"
+        tree = {"docs/ARCHITECTURE.md": page, "walk/calls.py": text}
+        self.assertEqual(self.findings(tree), [])
+        self.assert_finds(tree | {"walk/report.py": text}, "walk/report.py:1: 'into' is no")
+
+    def test_a_class_that_is_no_noun(self) -> None:
+        for word in ("Begun", "Held", "_Where", "Later", "InPlace"):
+            fault = f"errors.py:1: '{word}' is no class name: use a noun"
+            self.assert_finds({"errors.py": f"class {word}: pass\n"}, fault)
+            self.assert_finds({"errors.py": f"{word} = list[int]\n"}, fault)
+        nouns = {"errors.py": "class LaterMemory: pass\nStoredTensors = list[str]\n"}
+        self.assertEqual(self.findings(nouns), [])
 
 
 if __name__ == "__main__":

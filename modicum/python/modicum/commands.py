@@ -81,8 +81,8 @@ def diff(a: Place, b: Place) -> dict[str, Any]:
 
 
 def _flags(**values: Any) -> list[str]:
-    given = {name: value for name, value in values.items() if value is not None}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    arguments = {name: value for name, value in values.items() if value is not None}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
 
 
 def _run(verb: str, flags: list[str], *places: Place, accepted: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from modicum.upstream.torch_storages import KNOWN, InPlace
+from modicum.upstream.torch_storages import KNOWN, StoragesInPlace
 
 MOVES: dict[str, Callable] = {
     "Tensor.share_memory_": lambda tensor: tensor.share_memory_(),
@@ -37,7 +37,7 @@ def test_another_thread_waits(name: str) -> None:
     tensor = torch.arange(100.0)
     begin = tensor.untyped_storage().data_ptr()
     before = [vars(owner).copy() for owner in (torch.Tensor, torch.UntypedStorage, torch)]
-    in_place = InPlace([("weight", tensor[:50]), ("step", 3)], lambda: None)
+    in_place = StoragesInPlace([("weight", tensor[:50]), ("step", 3)], lambda: None)
     thread = threading.Thread(target=MOVES[name], args=(tensor,))
     try:
         thread.start()
@@ -57,7 +57,7 @@ def test_the_own_thread_settles(name: str) -> None:
     """It does not wait for another thread: it may be the one that releases the memory."""
     tensor, other = torch.zeros(100), torch.zeros(100)
     settled: list[str] = []
-    in_place = InPlace([("weight", tensor)], lambda: settled.append("settled"))
+    in_place = StoragesInPlace([("weight", tensor)], lambda: settled.append("settled"))
     try:
         MOVES[name](other)
         assert settled == [], "a call for other memory was delayed"
@@ -69,7 +69,7 @@ def test_the_own_thread_settles(name: str) -> None:
 
 def test_moves_past_the_functions_are_noticed() -> None:
     tensor = torch.zeros(100)
-    in_place = InPlace([("weight", tensor)], lambda: None)
+    in_place = StoragesInPlace([("weight", tensor)], lambda: None)
     try:
         torch.ops.aten.resize_(tensor, [100_000])
         assert in_place.moved() == "weight"
@@ -79,7 +79,7 @@ def test_moves_past_the_functions_are_noticed() -> None:
 
 def test_a_forked_child_does_not_wait() -> None:
     tensor = torch.zeros(100)
-    in_place = InPlace([("weight", tensor)], lambda: os._exit(1))
+    in_place = StoragesInPlace([("weight", tensor)], lambda: os._exit(1))
     try:
         child = os.fork()
         if child == 0:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from modicum.errors import BudgetError, UsageError  # noqa: E402
 from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 from modicum.upstream.torch_fsdp import (  # noqa: E402
-    Managed,
+    ManagedParameter,
     check_pinning,
     check_replaceable,
     check_unit_dtypes,
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return sum(layer(torch.ones(layer.in_features)).sum() for layer in layers)
 
 
-def by_name(model: nn.Module) -> dict[str, Managed]:
+def by_name(model: nn.Module) -> dict[str, ManagedParameter]:
     """FSDP2's facts about the model's parameters, by FQN."""
     managed = fsdp_params(model)
     return {fqn: managed[p] for fqn, p in model.named_parameters() if p in managed}
@@ -87,7 +87,9 @@ def sharded(**arguments: Any) -> Model:
     return model
 
 
-def storage_for(parameter: Any, managed: Managed | None, dtype: Any = torch.float32) -> Any:
+def storage_for(
+    parameter: Any, managed: ManagedParameter | None, dtype: Any = torch.float32
+) -> Any:
     """New memory of the parameter's local size: the numbers 1, 2, ..., and zeros in the padding."""
     numel = parameter._local_tensor.numel() if managed else parameter.numel()
     storage = torch.zeros(managed.padded_numel if managed else numel, dtype=dtype)
@@ -368,10 +370,10 @@ def test_fsdp2_copies_the_storage_of_simpler_loaders() -> None:
     """Two such loaders: one gives a storage without padding to the parameter alone, one assigns it
     by load_state_dict."""
 
-    def exchanged(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+    def exchanged(name: str, parameter: Any, storage: Any, managed: ManagedParameter) -> None:
         hand_over(name, parameter, storage[: parameter._local_tensor.numel()])
 
-    def assigned(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+    def assigned(name: str, parameter: Any, storage: Any, managed: ManagedParameter) -> None:
         shape = parameter._local_tensor.shape
         made = DTensor(storage[: shape.numel()].view(shape), parameter._spec, requires_grad=False)
         info = managed.fsdp_param._module_info
@@ -609,7 +611,7 @@ def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
             model = Offloaded()
         fully_shard(model, offload_policy=CPUOffloadPolicy())
 
-        def give(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
+        def give(name: str, parameter: Any, storage: Any, managed: ManagedParameter) -> None:
             assert managed.pins
             pin(storage, runtime)
             hand_over(name, parameter, storage, managed)

@@ -42,9 +42,9 @@ def convert(program: Path, words: Sequence[str]) -> int | None:
         with _sigterm_raises():
             root, step = _imported(Path(words[at]), words, at)
     except Error as error:
-        return _told(error, words)
+        return _report_error(error, words)
     except KeyboardInterrupt:
-        return _told(failure("CANCELLED", "interrupted"), words)
+        return _report_error(failure("CANCELLED", "interrupted"), words)
     code = _run([str(program), "convert", *words[:at], step, *words[at + 1 :]])
     if code == 0:
         _modicum.remove_tree(root)
@@ -145,7 +145,7 @@ def _out(words: Sequence[str]) -> Path:
 # ---- the process
 
 
-def _told(error: Error, words: Sequence[str]) -> int:
+def _report_error(error: Error, words: Sequence[str]) -> int:
     """Prints an error as the program does; returns its exit code."""
     print(f"modicum: {error}", file=sys.stderr)
     if "--json" in words:

@@ -23,7 +23,7 @@ _MIB = 1 << 20
 
 Source = str | os.PathLike[str] | None
 Size = int | str
-Described = Mapping[str, tuple[str, tuple[int, ...]]]
+DescribedTensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """(dtype, shape) of tensors by name."""
 Read = Callable[[str, int, memoryview], None]
 """Called with a tensor's name, its first element to read, and a view to fill with elements; on any
@@ -68,7 +68,7 @@ class Contents:
 
 
 def streams_of(
-    tensors: Described, read: Read, *,
+    tensors: DescribedTensors, read: Read, *,
     ties: Mapping[str, str] | None = None, source: Source = None, dtype: str | None = None,
 ) -> Streams:  # fmt: skip
     """The `Streams` of tensors with these names, dtypes and shapes.
@@ -89,7 +89,9 @@ def streams_of(
     return Streams(plan, lambda target, first, view: read(names[target], first, view))
 
 
-def _recipe_text(stored: Mapping[str, Any], tensors: Described, ties: Mapping[str, str]) -> str:
+def _recipe_text(
+    stored: Mapping[str, Any], tensors: DescribedTensors, ties: Mapping[str, str]
+) -> str:
     """A recipe.json of the tensors: those that the source stores, too, go into its files."""
 
     def node(name: str, dtype: str, shape: tuple[int, ...]) -> Node:

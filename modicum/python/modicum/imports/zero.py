@@ -299,10 +299,10 @@ def _whole(line: Line) -> Cut:
     return Cut([line], (0, line.numel), 0, 0)
 
 
-_Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
+_TrainedTensor = tuple[str, tuple[Shape, dict[str, Cut], int]]
 
 
-def _trained(model: Table, ranks: Sequence[Rank], groups: list[Group]) -> Iterator[_Trained]:
+def _trained(model: Table, ranks: Sequence[Rank], groups: list[Group]) -> Iterator[_TrainedTensor]:
     """(name, (shape, planes, steps)) of each trained parameter; appends the groups to `groups`."""
     first = ranks[0]
     shapes = model.tables("param_shapes")

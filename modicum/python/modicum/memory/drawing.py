@@ -161,13 +161,13 @@ def _document(curves: list[_Curve]) -> dict[str, Any]:
     }
 
 
-def _held(sample: Sample | None) -> int:
+def _held_bytes(sample: Sample | None) -> int:
     return 0 if sample is None else sample.held + sample.children
 
 
 def _totals(curves: list[_Curve], times: list[float], zero: float) -> list[int]:
     columns = zip(*(curve.at(times, zero) for curve in curves), strict=True)
-    return [sum(map(_held, column)) for column in columns]
+    return [sum(map(_held_bytes, column)) for column in columns]
 
 
 def _thinned(times: list[float], totals: list[int]) -> list[float]:
@@ -215,8 +215,8 @@ def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
 def _peak(curves: list[_Curve], times: list[float], zero: float) -> dict[str, Any]:
     totals = _totals(curves, times, zero)
     at = max(range(len(times)), key=totals.__getitem__)
-    curve = max(curves, key=lambda candidate: _held(candidate.at([times[at]], zero)[0]))
-    held_bytes = _held(curve.at([times[at]], zero)[0])
+    curve = max(curves, key=lambda candidate: _held_bytes(candidate.at([times[at]], zero)[0]))
+    held_bytes = _held_bytes(curve.at([times[at]], zero)[0])
     moment = times[at] - curve.began + zero
     inside = [entry for entry in curve.phases if entry.begin_s <= moment <= entry.end_s]
     phase = f", in phase '{max(inside, key=lambda entry: entry.depth).name}'" if inside else ""

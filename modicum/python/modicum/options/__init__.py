@@ -80,23 +80,23 @@ class SaveOptions(Options):
 
 
 def read_options(
-    function: str, kind: type[Options], given: Any, acting: Collection[str] | None = None
+    function: str, kind: type[Options], options: Any, acting: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The fields `acting` of the options `given`, by name; one that is None has its default.
+    """The fields `acting` of `options`, by name; one that is None has its default.
 
     Args:
         function: the name of the function that was called, for errors.
         kind: the class of options that the function takes.
-        given: the caller's argument: an object of this class, or None.
+        options: the caller's argument: an object of this class, or None.
         acting: the fields that act in the function; None: all.
 
     Raises:
-        UsageError: `given` is of another class, or has a field that does not act.
+        UsageError: `options` is of another class, or has a field that does not act.
     """
-    if given is not None and not isinstance(given, kind):
-        expected, got = f"a modicum.torch.{kind.__name__}, or None", type(given).__name__
+    if options is not None and not isinstance(options, kind):
+        expected, got = f"a modicum.torch.{kind.__name__}, or None", type(options).__name__
         raise refusal("USAGE", kind._argument, expected=expected, got=got)
-    values = {name: getattr(given, name, None) for name in names_in(kind)}
+    values = {name: getattr(options, name, None) for name in names_in(kind)}
     acting = values if acting is None else acting
     for name, value in values.items():
         if name not in acting and value is not None:

@@ -8,7 +8,7 @@ from modicum.recipes.dtypes import Dtypes, cast
 from modicum.recipes.nodes import Array, Node, cat, cut, init
 from modicum.recipes.patterns import Rules
 from modicum.recipes.structure import Structure
-from modicum.recipes.translation import Described
+from modicum.recipes.translation import DescribedTensors
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class RecipeRequest:
     """The targets of a recipe, and the user's rules for those that are not stored."""
 
     rules: Rules
-    targets: Described
+    targets: DescribedTensors
     present: Container[str]
     """Names of targets that already have values."""
 

@@ -8,7 +8,7 @@ from modicum.errors import refusal
 from modicum.recipes.nodes import Array, Node
 from modicum.recipes.patterns import Patterns
 from modicum.recipes.structure import Structure
-from modicum.recipes.translation import Described
+from modicum.recipes.translation import DescribedTensors
 from modicum.upstream.transformers import dtype_plan, is_pretrained
 
 # The dtypes to which a recipe may cast, by stored dtype. FP8 codes are multiplied by their scales.
@@ -45,7 +45,7 @@ def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(body) if body else None
 
 
-def described(structure: Structure) -> Described:
+def described(structure: Structure) -> DescribedTensors:
     """(dtype, shape) of each member, by name."""
     return {
         name: (dtype_name(member.tensor.dtype), tuple(member.tensor.shape))
@@ -57,7 +57,11 @@ class Dtypes:
     """The dtypes in which targets are loaded."""
 
     def __init__(
-        self, structure: Structure, targets: Described, dtype: str | None, keep_fp32: str | None
+        self,
+        structure: Structure,
+        targets: DescribedTensors,
+        dtype: str | None,
+        keep_fp32: str | None,
     ) -> None:
         self._targets = targets
         self._wanted = dtype
@@ -68,7 +72,7 @@ class Dtypes:
             self._keep.require_match(floats, "floating-point targets")
         # By target: the dtype with which its part was built, known from the part's first
         # floating-point parameter.
-        self._own: dict[str, str] = {}
+        self._part_dtypes: dict[str, str] = {}
         self._float32: set[str] = set()  # targets that the model's class keeps in float32
         if dtype is None:
             return
@@ -76,7 +80,7 @@ class Dtypes:
             # The last part has no module; its tensors count as built with the first part's dtype.
             module = structure.parts[0].module if part.module is None else part.module
             floats = (p.dtype for p in module.parameters() if p.is_floating_point())
-            self._own |= dict.fromkeys(part.keys, dtype_name(next(floats, None)))
+            self._part_dtypes |= dict.fromkeys(part.keys, dtype_name(next(floats, None)))
             if is_pretrained(part.module):
                 import torch
 
@@ -96,7 +100,7 @@ class Dtypes:
         if first in self._float32:
             return "float32"
         dtype = self._targets[first][0]
-        return self._wanted if dtype == self._own.get(first) else dtype
+        return self._wanted if dtype == self._part_dtypes.get(first) else dtype
 
 
 def cast(target: str, array: Array, dtype: str) -> Node:

@@ -26,14 +26,14 @@ class Array:
     number: int = field(repr=False)  # index among the builder's nodes
 
 
-def _made(builder: RecipeBuilder, number: int, node: Node) -> Array:
+def _array_of(builder: RecipeBuilder, number: int, node: Node) -> Array:
     dtype, shape = builder.described(number)
     return Array(node, tuple(shape), dtype, builder, number)
 
 
 def stored(name: str, builder: RecipeBuilder) -> Array:
     """A tensor of the checkpoint."""
-    return _made(builder, builder.stored(name), {"op": "stored", "name": name})
+    return _array_of(builder, builder.stored(name), {"op": "stored", "name": name})
 
 
 def _from_front(dim: int, dims: int) -> int:
@@ -46,7 +46,7 @@ def cat(dim: int, arrays: Sequence[Array]) -> Array:
     dim = _from_front(dim, len(first.shape))
     number = first.builder.cat(dim, [array.number for array in arrays])
     node = {"op": "cat", "dim": dim, "in": [array.node for array in arrays]}
-    return _made(first.builder, number, node) if len(arrays) > 1 else first
+    return _array_of(first.builder, number, node) if len(arrays) > 1 else first
 
 
 def stack(dim: int, arrays: Sequence[Array]) -> Array:
@@ -55,7 +55,7 @@ def stack(dim: int, arrays: Sequence[Array]) -> Array:
     dim = _from_front(dim, len(first.shape) + 1)
     number = first.builder.stack(dim, [array.number for array in arrays])
     node = {"op": "stack", "dim": dim, "in": [array.node for array in arrays]}
-    return _made(first.builder, number, node)
+    return _array_of(first.builder, number, node)
 
 
 def cut(dim: int, start: int, stop: int, array: Array) -> Array:
@@ -63,7 +63,7 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
     dim = _from_front(dim, len(array.shape))
     number = array.builder.slice(dim, start, stop, array.number)
     node = {"op": "slice", "dim": dim, "start": start, "stop": stop, "in": [array.node]}
-    piece = _made(array.builder, number, node)
+    piece = _array_of(array.builder, number, node)
     return piece if piece.shape != array.shape else array
 
 
@@ -80,7 +80,7 @@ def permute(dims: Sequence[int], array: Array) -> Array:
     """Dim k of the output is dim `dims[k]` of the input."""
     number = array.builder.permute(dims, array.number)
     node = {"op": "permute", "dims": list(dims), "in": [array.node]}
-    return _made(array.builder, number, node) if list(dims) != sorted(dims) else array
+    return _array_of(array.builder, number, node) if list(dims) != sorted(dims) else array
 
 
 def transpose(dim0: int, dim1: int, array: Array) -> Array:
@@ -94,7 +94,7 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
     """The same row-major elements in another shape."""
     number = array.builder.reshape(shape, array.number)
     node = {"op": "reshape", "shape": list(shape), "in": [array.node]}
-    reshaped = _made(array.builder, number, node)
+    reshaped = _array_of(array.builder, number, node)
     return reshaped if reshaped.shape != array.shape else array
 
 

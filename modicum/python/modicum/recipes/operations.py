@@ -56,7 +56,7 @@ def _senseless(op: str, why: str) -> Exception:
     return refusal("MISMATCH", f"the conversion operation '{op}' {why}")
 
 
-def _one(value: Value, op: str) -> Array:
+def _single(value: Value, op: str) -> Array:
     if isinstance(value, Array):
         return value
     if len(value) != 1:
@@ -67,7 +67,7 @@ def _one(value: Value, op: str) -> Array:
 def _only_input(inputs: Values, op: str) -> Array:
     if len(inputs) != 1:
         raise _senseless(op, f"takes one tensor, got {len(inputs)} patterns")
-    return _one(next(iter(inputs.values())), op)
+    return _single(next(iter(inputs.values())), op)
 
 
 def _chunks(array: Array, count: int, dim: int) -> list[Array]:
@@ -114,7 +114,7 @@ def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
-    array = _one(next(iter(inputs.values())), "Interleave")
+    array = _single(next(iter(inputs.values())), "Interleave")
     before, size, after = array.shape[: op.dim], array.shape[op.dim], array.shape[op.dim + 1 :]
     return {chain.targets[0]: _regrouped(array, before, size, after, op.inverse)}
 
@@ -140,7 +140,7 @@ def _merge_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
 def _split_modulelist(op: Any, inputs: Values, chain: Chain) -> Values:
     result: Values = {}
     for pattern, value in inputs.items():
-        array = _one(value, "SplitModulelist")
+        array = _single(value, "SplitModulelist")
         name = chain.only_target("SplitModulelist") if len(inputs) == 1 else pattern
         result |= {name.replace("*", str(i)): a for i, a in enumerate(_unbind(array, op.dim))}
     return result
@@ -202,7 +202,7 @@ def _permute_for_rope(op: Any, inputs: Values, chain: Chain) -> Values:
         alone = len(chain.sources) == len(chain.targets) == 1
         names = op.permute_layer_names
         if names is None or any(name in pattern for name in names):
-            value = _rope_rows(op, _one(value, "PermuteForRope"), chain.config)
+            value = _rope_rows(op, _single(value, "PermuteForRope"), chain.config)
         result[chain.targets[0] if alone else pattern] = value
     return result
 

@@ -24,7 +24,7 @@ from modicum.recipes.structure import (
     structure_of,
     ties_of,
 )
-from modicum.recipes.translation import Described, Translation, translate
+from modicum.recipes.translation import DescribedTensors, Translation, translate
 from modicum.upstream.transformers import (
     embeddings_of,
     is_pretrained,
@@ -99,7 +99,7 @@ class Recipe:
 # ---- the checkpoint
 
 
-def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Described:
+def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> DescribedTensors:
     """(dtype, shape) of each stored tensor. `checkpoint`: a path, or a mapping of names to (dtype,
     shape) or to objects with a `dtype` and a `shape`."""
     if isinstance(checkpoint, Mapping):
@@ -111,7 +111,7 @@ def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Describ
     return _modicum.open_checkpoint(checkpoint).stored
 
 
-def _quantizer_of(model: Any, targets: Described) -> Any:
+def _quantizer_of(model: Any, targets: DescribedTensors) -> Any:
     """transformers' quantizer for the model; None if it is not quantized."""
     config = getattr(model.config, "quantization_config", None) or getattr(
         model.config.get_text_config(decoder=True), "quantization_config", None
@@ -134,7 +134,7 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
     return quantizer
 
 
-def _is_fp8(config: Any, targets: Described) -> bool:
+def _is_fp8(config: Any, targets: DescribedTensors) -> bool:
     """Whether a configuration of compressed-tensors has only 8-bit floats, and the model has no
     scales: then a load multiplies codes by scales."""
     if not isinstance(config, dict) or any(name.endswith("weight_scale") for name in targets):
@@ -205,8 +205,8 @@ class _AllowedShapes:
 
 def _translate(
     structure: Structure,
-    stored: Described,
-    targets: Described,
+    stored: DescribedTensors,
+    targets: DescribedTensors,
     ask: Callable[[Part], list[Any]],
     may: _AllowedShapes,
 ) -> Translation:
@@ -230,7 +230,7 @@ def _translate(
     return whole
 
 
-def _drop(translation: Translation, droppable: Any, stored: Described) -> None:
+def _drop(translation: Translation, droppable: Any, stored: DescribedTensors) -> None:
     """Takes from the unexpected names the scales of FP8 codes that are loaded, since a load reads a
     scale with its codes, and moves to the dropped ones those that the model lists as `droppable`,
     a pattern or None."""
@@ -246,7 +246,7 @@ def _drop(translation: Translation, droppable: Any, stored: Described) -> None:
             translation.unexpected[name] = would_be
 
 
-def _codes_of(scale: str, stored: Described) -> str | None:
+def _codes_of(scale: str, stored: DescribedTensors) -> str | None:
     """The name of the stored FP8 codes to which the name `scale` belongs, or None."""
     for ending in ("scale_inv", "scale"):
         codes = scale.removesuffix(f"_{ending}")
@@ -314,7 +314,7 @@ def _left_to_model(structure: Structure, names: Iterable[str]) -> set[str]:
 
 def _fill_gaps(
     recipe: Recipe,
-    targets: Described,
+    targets: DescribedTensors,
     dtypes: Dtypes,
     ties: list[list[str]],
     *,
@@ -346,7 +346,7 @@ def _fill_gaps(
     return lacking
 
 
-def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
+def _check_lacking(lacking: list[str], structure: Structure, stored: DescribedTensors) -> None:
     if lacking:
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
         what = f"the checkpoint lacks {counted(len(lacking), 'tensor')} of the model: "
@@ -376,7 +376,7 @@ def _check_mapping(key_mapping: Mapping[str, str]) -> None:
             raise refusal("UNSUPPORTED", what, expected=expected, got=replacement)
 
 
-def _transforms(part: Part, targets: Described, key_mapping: Any) -> list[Any]:
+def _transforms(part: Part, targets: DescribedTensors, key_mapping: Any) -> list[Any]:
     """The transforms that transformers applies to the stored tensors of a part."""
     if not is_pretrained(part.module):
         if part.module is None or not key_mapping:

@@ -22,7 +22,7 @@ from modicum.errors import UsageError, refusal
 from modicum.recipes.nodes import Array, Shape, stored, stored_under, with_rows
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
 
-Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # (dtype, shape) by name
+DescribedTensors: TypeAlias = Mapping[str, tuple[str, Shape]]  # (dtype, shape) by name
 
 
 @dataclass
@@ -92,7 +92,9 @@ def _is_a(transform: Any, class_name: str) -> bool:
 class _Names:
     """Renames stored names. Names must be passed in order: some renamings keep state."""
 
-    def __init__(self, transforms: Iterable[Any], targets: Described, base_prefix: str) -> None:
+    def __init__(
+        self, transforms: Iterable[Any], targets: DescribedTensors, base_prefix: str
+    ) -> None:
         transforms = list(transforms)
         self._renamings = [t for t in transforms if _is_a(t, "WeightRenaming")]
         self._converters = [t for t in transforms if _is_a(t, "WeightConverter")]
@@ -135,7 +137,7 @@ class _Names:
 
 
 def _collect(
-    stored_tensors: Described, keys: Mapping[str, str], names: _Names, result: Translation
+    stored_tensors: DescribedTensors, keys: Mapping[str, str], names: _Names, result: Translation
 ) -> dict[str, _Group]:
     """Groups the stored tensors by their first target."""
     groups: dict[str, _Group] = {}
@@ -218,7 +220,7 @@ def _refuse_gaps(first_target: str, group: _Group) -> None:
                 )
 
 
-def _check_shape(name: str, array: Array, targets: Described) -> None:
+def _check_shape(name: str, array: Array, targets: DescribedTensors) -> None:
     if name not in targets:
         sources = ", ".join(sorted(set(stored_under(array.node)))[:3])
         what = f"a conversion of {sources} makes a tensor that is not in the model"
@@ -241,8 +243,8 @@ def _has_other_rows(array: Array, shape: Shape) -> bool:
 
 def translate(
     transforms: Iterable[Any],
-    stored_tensors: Described,
-    targets: Described,
+    stored_tensors: DescribedTensors,
+    targets: DescribedTensors,
     *,
     config: Any = None,
     base_model_prefix: str = "",

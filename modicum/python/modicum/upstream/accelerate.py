@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from modicum.errors import refusal
-from modicum.upstream.known import Known
+from modicum.upstream.known import KnownFacts
 from modicum.upstream.patching import replace
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -68,7 +68,7 @@ def _says_what_it_runs() -> bool:
     )
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "accelerate",
     ("1.15.0",),
     {

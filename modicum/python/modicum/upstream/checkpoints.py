@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from modicum import _modicum
-from modicum.upstream.known import Known
+from modicum.upstream.known import KnownFacts
 from modicum.upstream.patching import replace, replace_everywhere
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -105,7 +105,7 @@ def own_names(directory: Path, model_index: int) -> list[str]:
     number = f"_{model_index}" if model_index else "(_0)?"
     name = re.compile(rf"(pytorch_model_fsdp|optimizer){number}(_rank\d+)?(\.bin)?")
     # "optimizer" is the directory to which Modicum writes the state of the first model's optimizer.
-    found = {one for one in os.listdir(directory) if name.fullmatch(one)} - {"optimizer"}
+    found = {entry for entry in os.listdir(directory) if name.fullmatch(entry)} - {"optimizer"}
     # Modicum and accelerate write a model after the first one to a directory of the same name, but
     # only accelerate's has the file .metadata.
     shared = folder_of(model_index) if model_index else ""
@@ -175,9 +175,9 @@ def save_config(model: Any, directory: Path) -> None:
 def _written_aside(directory: Path) -> Iterator[Path]:
     """A directory whose files, without weights, are moved to `directory` at the end of the context:
     `save_pretrained` removes the weights of an earlier save, which may be the model's source."""
-    with TemporaryDirectory(prefix=".config-", dir=directory) as made:
-        yield Path(made)
-        for path in Path(made).iterdir():
+    with TemporaryDirectory(prefix=".config-", dir=directory) as folder:
+        yield Path(folder)
+        for path in Path(folder).iterdir():
             if path.name != _DUMMY:
                 _move(path, directory / path.name)
 
@@ -185,8 +185,8 @@ def _written_aside(directory: Path) -> Iterator[Path]:
 def _move(path: Path, to: Path) -> None:
     """Moves a file or a directory; if there is a directory at `to`, moves its entries into it."""
     if path.is_dir() and to.is_dir() and not to.is_symlink():
-        for one in path.iterdir():
-            _move(one, to / one.name)
+        for entry in path.iterdir():
+            _move(entry, to / entry.name)
     else:
         _modicum.rename(path, to)
 
@@ -197,7 +197,9 @@ def _without_bars() -> Iterator[None]:
     written."""
     from transformers.utils import logging
 
-    before = logging.set_tqdm_hook(lambda bar, args, how: bar(*args, **how | {"disable": True}))
+    before = logging.set_tqdm_hook(
+        lambda bar, args, options: bar(*args, **options | {"disable": True})
+    )
     try:
         yield
     finally:
@@ -226,7 +228,7 @@ def save_companions(trainer: Any, directory: Path) -> None:
         stack.enter_context(_without_bars())
         if hasattr(type(model), "create_or_update_model_card"):
 
-            def save_card(_: str, **how: Any) -> None:
+            def save_card(_: str, **options: Any) -> None:
                 model.create_or_update_model_card(str(directory))
 
             replace(stack, model, "save_pretrained", save_card)
@@ -251,7 +253,7 @@ def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
     """Trainer's checkpoints in a folder, by their numbers, oldest first."""
     from transformers.trainer_utils import sort_checkpoints
 
-    return [Path(one) for one in sort_checkpoints(folder, prefix)]
+    return [Path(path) for path in sort_checkpoints(folder, prefix)]
 
 
 def newest_first(folder: str) -> list[str]:
@@ -326,7 +328,7 @@ def _trainer_finds_by_number() -> bool:
     )
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "accelerate",
     ("1.15.0",),
     {
@@ -334,7 +336,7 @@ KNOWN = Known(
         "Accelerator has save_state, load_state and save_model": _saves_by_methods,
     },
 )
-KNOWN_TRAINER = Known(
+KNOWN_TRAINER = KnownFacts(
     "transformers",
     ("5.23.0",),
     {

@@ -11,7 +11,7 @@ TORCH_TESTED = ("2.13.0", "2.15.0")
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFacts:
     """The facts about one package of others on which a file of `modicum.upstream` relies."""
 
     package: str

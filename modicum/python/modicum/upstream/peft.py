@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
-from modicum.upstream.known import Known
+from modicum.upstream.known import KnownFacts
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import parameters_of
 
@@ -66,16 +66,18 @@ def _replace(stack: ExitStack) -> None:
             replace(meanwhile, self, "_replace_module", _replace_module)
             inject(self, model, adapter_name, *args, **kwargs)
         for module in model.modules():
-            own = [p for p in parameters_of(module).values() if p is not None]
-            if id(module) not in before and any(p.is_meta for p in own):
+            parameters = [p for p in parameters_of(module).values() if p is not None]
+            if id(module) not in before and any(p.is_meta for p in parameters):
                 module.register_load_state_dict_pre_hook(_take_values)
 
     @functools.wraps(update)
-    def update_layer(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **how: Any) -> None:
+    def update_layer(
+        self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **options: Any
+    ) -> None:
         """Puts the magnitude on meta if the weight is: the load computes it from the weight."""
         if base_layer.weight.is_meta:
             lora_A, lora_B = lora_A.to("meta"), lora_B.to("meta")
-        update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **how)
+        update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **options)
 
     replace(stack, dora.DoraLinearLayer, "update_layer", update_layer)
     replace(stack, layer, "_get_base_layer_device_and_dtype", _get_base_layer_device_and_dtype)
@@ -86,20 +88,20 @@ def _replace(stack: ExitStack) -> None:
 
 def _refuse_from_base(model: nn.Module, config: Any) -> None:
     """Raises `UsageError` if the initialisation needs the base's values, which are on meta."""
-    how = getattr(config, "init_lora_weights", None)
-    if not (isinstance(how, str) and how.lower().startswith(_FROM_BASE)):
+    scheme = getattr(config, "init_lora_weights", None)
+    if not (isinstance(scheme, str) and scheme.lower().startswith(_FROM_BASE)):
         return
     if any(parameter.is_meta for parameter in model.parameters()):
         what = "this initialisation of adapters needs the base's values, which are loaded later: "
         what += "do it in one process without loading(), save base and adapter, and load both"
-        raise refusal("UNSUPPORTED", what, got=f"init_lora_weights={how!r}")
+        raise refusal("UNSUPPORTED", what, got=f"init_lora_weights={scheme!r}")
 
 
 def begins_at_zero(config: Any) -> bool:
     """Whether LoRA's B is 0 at first in an adapter with this configuration. It is not with
     init_lora_weights=False, and not with "orthogonal"."""
-    how = getattr(config, "init_lora_weights", True)
-    return how is not False and str(how).lower() != "orthogonal"
+    scheme = getattr(config, "init_lora_weights", True)
+    return scheme is not False and str(scheme).lower() != "orthogonal"
 
 
 def _take_values(
@@ -109,11 +111,11 @@ def _take_values(
     values."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
-    own = parameters_of(module)
-    for name, parameter in own.items():
+    parameters = parameters_of(module)
+    for name, parameter in parameters.items():
         if parameter is not None and parameter.is_meta and prefix + name in state_dict:
             memory = torch.empty_like(parameter, device="cpu")
-            own[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            parameters[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
 
 
 def _is_meta(device: Any) -> bool:
@@ -124,8 +126,8 @@ def _is_meta(device: Any) -> bool:
 def _staying(module: nn.Module) -> Iterator[None]:
     """A context in which `to` does not move `module` and its submodules to meta."""
     with ExitStack() as stack:
-        for one in module.modules():
-            replace(stack, one, "to", _never_to_meta(one))
+        for submodule in module.modules():
+            replace(stack, submodule, "to", _never_to_meta(submodule))
         yield
 
 
@@ -155,7 +157,7 @@ def _adapters_stay_real() -> bool:
     return len(adapters) == 2 and not any(adapter.is_meta for adapter in adapters)
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "peft",
     ("0.21.2",),
     {"adapters move by _get_base_layer_device_and_dtype and _replace_module": _adapters_stay_real},

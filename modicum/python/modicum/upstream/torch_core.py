@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from modicum.errors import refusal
-from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.known import TORCH_TESTED, KnownFacts
 from modicum.upstream.patching import replace
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -65,19 +65,19 @@ def count_writes_through_data(stack: ExitStack) -> None:
     count: transformers assigns a copy of the head's bias whenever it ties weights."""
     import torch
 
-    own: Any = torch.Tensor.data
+    data: Any = torch.Tensor.data
 
     def is_plain(tensor: Any) -> bool:
         own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         return tensor.is_meta and not own_dispatch and not tensor.is_inference()
 
     def get(tensor: Any) -> Any:
-        return tensor.detach() if is_plain(tensor) else own.__get__(tensor)
+        return tensor.detach() if is_plain(tensor) else data.__get__(tensor)
 
     def put(tensor: Any, value: Any) -> None:
         if is_plain(tensor) and tensor.dim() > 1 and _is_like(tensor, value):
             torch.autograd.graph.increment_version(tensor)
-        own.__set__(tensor, value)
+        data.__set__(tensor, value)
 
     replace(stack, torch.Tensor, "data", property(get, put))
 
@@ -149,9 +149,9 @@ def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
     """Removes forward pre-hooks and load_state_dict pre-hooks by their functions: a deep copy of a
     module has the original's hooks, but there are no handles to them."""
     for registered in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
-        for key, one in list(registered.items()):
+        for key, callback in list(registered.items()):
             # torch wraps load_state_dict pre-hooks in an object with an attribute `hook`.
-            if getattr(one, "hook", one) in hooks:
+            if getattr(callback, "hook", callback) in hooks:
                 del registered[key]
 
 
@@ -219,8 +219,8 @@ def _graphs_are_counted() -> bool:
 
 
 def _storages_are_told_apart() -> bool:
-    one, other = _plain()
-    return storage_id(one) == storage_id(one[1:]) != storage_id(other)
+    tensor, other = _plain()
+    return storage_id(tensor) == storage_id(tensor[1:]) != storage_id(other)
 
 
 def _a_hook(*_: Any) -> None:
@@ -234,11 +234,14 @@ def _another_hook(*_: Any) -> None:
 def _hooks_are_carried() -> bool:
     import torch
 
-    one, other = map(torch.nn.Parameter, _plain())
-    handles = [one.register_hook(_a_hook), one.register_post_accumulate_grad_hook(_a_hook)]
-    carry_hooks(one, other)
+    parameter, other = map(torch.nn.Parameter, _plain())
+    handles = [
+        parameter.register_hook(_a_hook),
+        parameter.register_post_accumulate_grad_hook(_a_hook),
+    ]
+    carry_hooks(parameter, other)
     hooks = other._backward_hooks or {}, other._post_accumulate_grad_hooks or {}
-    had = [len(of) for of in hooks]
+    had = [len(registered) for registered in hooks]
     for handle in handles:
         handle.remove()
     return had == [1, 1] and not any(hooks)
@@ -268,26 +271,26 @@ def _hooks_are_dropped() -> bool:
     module.register_forward_pre_hook(_a_hook)
     module.register_load_state_dict_pre_hook(_another_hook)
     hooks = module._forward_pre_hooks, module._load_state_dict_pre_hooks
-    had = [len(of) for of in hooks]
+    had = [len(registered) for registered in hooks]
     drop_hooks(module, _a_hook, _another_hook)
     return had == [1, 1] and not any(hooks)
 
 
 def _compiler_is_kept_off() -> bool:
-    return bool(not_compiled(lambda one: one + 1)(1) == 2)
+    return bool(not_compiled(lambda number: number + 1)(1) == 2)
 
 
 def _optimizers_have_load_hooks() -> bool:
     import torch
 
-    one, other = map(torch.nn.Parameter, _plain())
-    optimizer = torch.optim.SGD([one, other])
+    parameter, other = map(torch.nn.Parameter, _plain())
+    optimizer = torch.optim.SGD([parameter, other])
     optimizer.register_load_state_dict_pre_hook(_a_hook)
     optimizer.register_load_state_dict_post_hook(_another_hook)
     return load_hooks(optimizer) == ([_a_hook], [_another_hook])
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "torch",
     TORCH_TESTED,
     {

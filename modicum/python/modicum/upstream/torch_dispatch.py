@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.known import TORCH_TESTED, KnownFacts
 
 TO_COPY = torch.ops.aten._to_copy
 """The operator behind `Tensor.to`."""
@@ -90,17 +90,17 @@ def is_dispatching(kind: type[TorchDispatchMode]) -> bool:
 def push_lowest(mode: TorchFunctionMode) -> None:
     """Activates a function mode on this thread below the active modes, so that the contexts of
     these can still pop their own mode. Does nothing if a mode of the same class is active."""
-    if any(isinstance(one, type(mode)) for one in _get_current_function_mode_stack()):
+    if any(isinstance(active, type(mode)) for active in _get_current_function_mode_stack()):
         return
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    for one in [mode, *reversed(modes)]:
-        _push_mode(one)
+    for each in [mode, *reversed(modes)]:
+        _push_mode(each)
 
 
 # ---- known facts
 
 
-class _Noting(TorchDispatchMode):
+class _RecordingMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -111,19 +111,19 @@ class _Noting(TorchDispatchMode):
 
 
 def _operators_are_seen() -> bool:
-    with torch.inference_mode(False), _Noting() as mode:
-        is_active = is_dispatching(_Noting)
+    with torch.inference_mode(False), _RecordingMode() as mode:
+        is_active = is_dispatching(_RecordingMode)
         torch.zeros(1, dtype=torch.float32, device="cpu").to(torch.float64)
     (copy,) = (func for func in mode.seen if func.overloadpacket is TO_COPY)
     names = [argument.name for argument in arguments_of(copy)]
     return is_active and operator_name(copy) == "_to_copy" and "device" in names
 
 
-class _Passing(TorchFunctionMode):
+class _PassingMode(TorchFunctionMode):
     pass
 
 
-class _Above(TorchFunctionMode):
+class _UpperMode(TorchFunctionMode):
     pass
 
 
@@ -131,17 +131,17 @@ def _modes_are_a_stack() -> bool:
     kinds: list[type] = []
 
     def push() -> None:
-        with _Above():
-            push_lowest(_Passing())
+        with _UpperMode():
+            push_lowest(_PassingMode())
             kinds.extend(map(type, _get_current_function_mode_stack()))
 
     thread = threading.Thread(target=push)  # each thread has its own stack
     thread.start()
     thread.join()
-    return kinds == [_Passing, _Above]
+    return kinds == [_PassingMode, _UpperMode]
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "torch",
     TORCH_TESTED,
     {

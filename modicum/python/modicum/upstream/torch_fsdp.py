@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from modicum.errors import BudgetError, UsageError, refusal
-from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.known import TORCH_TESTED, KnownFacts
 from modicum.upstream.torch_core import carry_hooks, local_of, use_count
 from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
 from modicum.upstream.torch_distributed import dtensor_like
@@ -28,7 +28,7 @@ from modicum.upstream.wrappers import canonical
 
 
 @dataclass(frozen=True)
-class Managed:
+class ManagedParameter:
     """A parameter that FSDP2 manages."""
 
     fsdp_param: Any
@@ -93,7 +93,7 @@ def cut_by_fsdp() -> dict[torch.Tensor, Any]:
         from torch.distributed._composable_state import _module_state_mapping
 
         groups = _groups(list(_module_state_mapping))
-        return {of.sharded_param: of for group in groups for of in group.fsdp_params}
+        return {param.sharded_param: param for group in groups for param in group.fsdp_params}
     except (ImportError, AttributeError) as error:
         raise _not_known(error) from None
 
@@ -120,7 +120,7 @@ def is_unit(module: nn.Module) -> bool:
     return bool(_groups([module]))
 
 
-def stays_cut(parameter: torch.Tensor, managed: Managed | None) -> bool:
+def stays_cut(parameter: torch.Tensor, managed: ManagedParameter | None) -> bool:
     """Whether a parameter is a DTensor even while FSDP2 has gathered it, as with tensor
     parallelism. `managed`: its entry in `fsdp_params`, if there is one."""
     return managed.fsdp_param.is_dtensor if managed else hasattr(parameter, "placements")
@@ -140,7 +140,7 @@ def reshard(model: nn.Module) -> None:
         group.reshard()
 
 
-def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
+def fsdp_params(model: nn.Module) -> dict[nn.Parameter, ManagedParameter]:
     """All parameters of the model that FSDP2 manages.
 
     Raises `UsageError` for FSDP1, if FSDP2 differs from the tested versions, or if a parameter is
@@ -154,8 +154,8 @@ def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
     return _managed_in(model, _known_groups(model.modules()))
 
 
-def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, Managed]:
-    managed: dict[nn.Parameter, Managed] = {}
+def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, ManagedParameter]:
+    managed: dict[nn.Parameter, ManagedParameter] = {}
     for unit, group in enumerate(groups):
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
@@ -165,7 +165,7 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
                     what = "FSDP2 has gathered this parameter, as after a forward without a "
                     what += "backward: call reshard() on each FSDPModule first"
                 raise refusal("USAGE", what, tensor=_name_of(model, fsdp_param))
-            managed[fsdp_param.sharded_param] = Managed(
+            managed[fsdp_param.sharded_param] = ManagedParameter(
                 fsdp_param=fsdp_param,
                 unit=unit,
                 padded_numel=fsdp_param.padded_sharded_param_size.numel(),
@@ -182,16 +182,16 @@ def _name_of(model: nn.Module, fsdp_param: Any) -> str:
 
 
 def check_unit_dtypes(
-    managed: Mapping[str, Managed], dtype_of: Callable[[str], torch.dtype]
+    managed: Mapping[str, ManagedParameter], dtype_of: Callable[[str], torch.dtype]
 ) -> None:
     """Raises `UsageError` if the trainable parameters of a unit will have several dtypes, which
     FSDP2 refuses at the first forward. `dtype_of`: returns the dtype that the parameter with a
     given FQN will have."""
     first: dict[int, tuple[str, torch.dtype]] = {}
-    for name, of in managed.items():
-        if of.fsdp_param.sharded_param.requires_grad:
+    for name, record in managed.items():
+        if record.fsdp_param.sharded_param.requires_grad:
             dtype = dtype_of(name)
-            other, expected = first.setdefault(of.unit, (name, dtype))
+            other, expected = first.setdefault(record.unit, (name, dtype))
             if dtype != expected:
                 what = "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
                 what += "module of this parameter by itself"
@@ -223,7 +223,10 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
 
 
 def hand_over(
-    name: str, parameter: nn.Parameter, storage: torch.Tensor, managed: Managed | None = None
+    name: str,
+    parameter: nn.Parameter,
+    storage: torch.Tensor,
+    managed: ManagedParameter | None = None,
 ) -> None:
     """Makes `storage` the memory of `parameter`, which stays the same object in modules and
     optimizers, with its attributes, hooks and `requires_grad`.
@@ -247,14 +250,14 @@ def hand_over(
     with torch.no_grad():
         # FSDP2 pads only along dim 0, so the padding is at the end.
         local = storage[: shape.numel()].view(shape)
-        made = dtensor_like(parameter, local)
-        if made is local:  # the parameter is no DTensor
-            made = nn.Parameter(local, requires_grad=False)
-    made.__class__ = type(parameter)
-    made.__dict__.update(parameter.__dict__)
-    made.requires_grad_(parameter.requires_grad)
-    carry_hooks(parameter, made)
-    torch.utils.swap_tensors(parameter, made)
+        replacement = dtensor_like(parameter, local)
+        if replacement is local:  # the parameter is no DTensor
+            replacement = nn.Parameter(local, requires_grad=False)
+    replacement.__class__ = type(parameter)
+    replacement.__dict__.update(parameter.__dict__)
+    replacement.requires_grad_(parameter.requires_grad)
+    carry_hooks(parameter, replacement)
+    torch.utils.swap_tensors(parameter, replacement)
     if managed:
         managed.fsdp_param._sharded_param_data = storage
         managed.fsdp_param.reset_sharded_param()
@@ -263,7 +266,7 @@ def hand_over(
 # ---- known facts
 
 
-def known(mesh: Any) -> Known:
+def known(mesh: Any) -> KnownFacts:
     """Facts about FSDP2, checked on a module of one element that is sharded over `mesh`. FSDP2 must
     have sharded a model over it already: then the check takes about a millisecond and does not
     communicate."""
@@ -272,7 +275,7 @@ def known(mesh: Any) -> Known:
         "a process registers the modules that it shards": partial(_is_registered, mesh),
         "a parameter group tells whether it is gathered and in use": partial(_tells_use, mesh),
     }
-    return Known("torch", TORCH_TESTED, facts)
+    return KnownFacts("torch", TORCH_TESTED, facts)
 
 
 def _tiny_unit(mesh: Any) -> nn.Module:
@@ -295,11 +298,11 @@ def _tells_use(mesh: Any) -> bool:
 
 def _takes_storage(mesh: Any) -> bool:
     layer = _tiny_unit(mesh)
-    ((parameter, of),) = _managed_in(layer, _groups(layer.modules())).items()
-    inner, storage = of.fsdp_param, torch.zeros(2, device="cpu")
+    ((parameter, record),) = _managed_in(layer, _groups(layer.modules())).items()
+    inner, storage = record.fsdp_param, torch.zeros(2, device="cpu")
     # More elements than any rank has, so that every rank's shard is padded.
     inner.padded_sharded_param_size = torch.Size((2, 1))
-    hand_over("weight", parameter, storage, replace(of, padded_numel=2))
+    hand_over("weight", parameter, storage, replace(record, padded_numel=2))
     both = inner._sharded_param_data, local_of(inner.sharded_param)
     memory = {tensor.untyped_storage().data_ptr() for tensor in both}
     return layer.weight is parameter is inner.sharded_param and memory == {storage.data_ptr()}
@@ -308,12 +311,12 @@ def _takes_storage(mesh: Any) -> bool:
 # ---- pinning
 
 
-def check_pinning(managed: Mapping[str, Managed]) -> None:
+def check_pinning(managed: Mapping[str, ManagedParameter]) -> None:
     """Raises `UsageError` for `CPUOffloadPolicy(pin_memory=True)` without CUDA."""
     if torch.cuda.is_available():
         return
-    for name, of in managed.items():
-        if of.pins:
+    for name, record in managed.items():
+        if record.pins:
             what = "pinning needs CUDA: use CPUOffloadPolicy(pin_memory=False)"
             raise refusal("UNSUPPORTED", what, tensor=name)
 

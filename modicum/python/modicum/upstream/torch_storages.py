@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.known import TORCH_TESTED, KnownFacts
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import local_of
 
@@ -33,7 +33,7 @@ of torch lacks are skipped."""
 _POLL_S = 0.05
 
 
-class InPlace:
+class StoragesInPlace:
     """Storages in host memory that exist, and stay where they are, until `release`. Functions of
     torch that would move or free their memory wait, on whatever thread."""
 
@@ -66,13 +66,14 @@ class InPlace:
             with lock:
                 pass
         self._sharing = frozenset()
-        self._begins = {key: of.data_ptr() for key, (_, of) in self._storages.items()}
+        self._begins = {key: storage.data_ptr() for key, (_, storage) in self._storages.items()}
 
     def moved(self) -> str | None:
         """The name of the first tensor whose memory was moved all the same, or None."""
         storages = self._storages.items()
         return next(
-            (name for key, (name, of) in storages if of.data_ptr() != self._begins[key]), None
+            (name for key, (name, storage) in storages if storage.data_ptr() != self._begins[key]),
+            None,
         )
 
     def release(self) -> None:
@@ -123,12 +124,12 @@ def _sharing_lock(key: int) -> Any:
 # ---- known facts
 
 
-class _Seen(Exception):
+class _StorageMove(Exception):
     """Ends a call before it moves memory."""
 
 
 def _see() -> None:
-    raise _Seen
+    raise _StorageMove
 
 
 def _moves_are_seen() -> bool:
@@ -147,10 +148,10 @@ def _moves_are_seen() -> bool:
         lambda: tensor.resize_(16),
         lambda: other.set_(storage, 0, (16,), (1,)),
     ]
-    in_place = InPlace([("", tensor)], _see)
+    in_place = StoragesInPlace([("", tensor)], _see)
     try:
         for call in calls:
-            with suppress(_Seen):
+            with suppress(_StorageMove):
                 call()
                 return False
     finally:
@@ -159,11 +160,13 @@ def _moves_are_seen() -> bool:
 
 
 def _sharing_is_noted() -> bool:
-    noted = torch.storage._share_memory_lock_protected(lambda of: _sharing_lock(of._cdata))
+    noted = torch.storage._share_memory_lock_protected(
+        lambda storage: _sharing_lock(storage._cdata)
+    )
     return noted(SimpleNamespace(_cdata=-1)) is not None and _sharing_lock(-1) is None
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "torch",
     TORCH_TESTED,
     {

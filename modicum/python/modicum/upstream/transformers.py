@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
-from modicum.upstream.known import Known
+from modicum.upstream.known import KnownFacts
 from modicum.upstream.patching import replace
 
 _ROWS_OF_THE_MEAN = (
@@ -92,8 +92,8 @@ class Builder(Protocol):
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts to enter before those in which transformers builds a model."""
 
-    def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        """Called with a model without values and the files to read. `given`: the arguments of
+    def built(self, model: Any, files: Sequence[str] | None, *arguments: Any) -> None:
+        """Called with a model without values and the files to read. `arguments`: the arguments of
         `check_arguments`."""
 
     def made(self, model: Any) -> None:
@@ -102,8 +102,8 @@ class Builder(Protocol):
     def exempted(self, model: Any) -> None:
         """Called with a model that was built without this builder."""
 
-    def resized(self, model: Any, how: str) -> None:
-        """Called when `resize_token_embeddings` has resized a model without values. `how`: "mean":
+    def resized(self, model: Any, rule: str) -> None:
+        """Called when `resize_token_embeddings` has resized a model without values. `rule`: "mean":
         new rows get the mean of the others; "model": the model initialises them."""
 
 
@@ -114,8 +114,8 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
     read, finish = cls._load_pretrained_model, cls._finalize_model_loading
 
     def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        own = [] if by.is_exempt else by.contexts()
-        return [*own, *contexts(cls, *args, **kwargs)]
+        builder_contexts = [] if by.is_exempt else by.contexts()
+        return [*builder_contexts, *contexts(cls, *args, **kwargs)]
 
     def _from_config(cls: Any, /, config: Any, **kwargs: Any) -> Any:
         if by.is_exempt or by.is_building:
@@ -170,19 +170,19 @@ def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
         mean_resizing: bool = True,
     ) -> Any:
         before = [module.weight.shape for module in embeddings_of(model)]
-        made = resize(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embedding = resize(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
         is_same = before == [module.weight.shape for module in embeddings_of(model)]
-        if made.weight.is_meta and not is_same:
+        if embedding.weight.is_meta and not is_same:
             by.resized(model, "mean" if mean_resizing else "model")
-        return made
+        return embedding
 
     replace(stack, cls, "resize_token_embeddings", resize_token_embeddings)
     for name in _ROWS_OF_THE_MEAN:
-        own = getattr(cls, name)
+        original_method = getattr(cls, name)
 
         # The default binds this iteration's function.
-        @functools.wraps(own)
-        def fill(model: Any, old: Any, *args: Any, original: Any = own) -> Any:
+        @functools.wraps(original_method)
+        def fill(model: Any, old: Any, *args: Any, original: Any = original_method) -> Any:
             return None if old.weight.is_meta else original(model, old, *args)
 
         replace(stack, cls, name, fill)
@@ -221,7 +221,7 @@ def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any
     quantizer = config.hf_quantizer
     kept = quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
     devices = {str(device) for device in (config.device_map or {}).values()}
-    given = {
+    arguments = {
         "state_dict": state_dict is not None,
         "ignore_mismatched_sizes": config.ignore_mismatched_sizes,
         "distributed_config, tp_plan or tp_size": config.device_mesh is not None,
@@ -229,7 +229,7 @@ def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any
         "quantization_config": kept,
         "key_mapping": _has_key_mapping(model, config),
     }
-    for name, is_given in given.items():
+    for name, is_given in arguments.items():
         if is_given:
             raise refusal("UNSUPPORTED", _UNSUPPORTED_ARGUMENT, got=name)
 
@@ -238,8 +238,8 @@ def _has_key_mapping(model: Any, config: Any) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # The mapping in use is the model's own and, with `key_mapping`, further renamings.
-    own = get_model_conversion_mapping(model, None, config.hf_quantizer) or ()
-    return len(config.weight_mapping or ()) > len(own)
+    conversions = get_model_conversion_mapping(model, None, config.hf_quantizer) or ()
+    return len(config.weight_mapping or ()) > len(conversions)
 
 
 def source_of(files: Sequence[str] | None) -> Path:
@@ -274,7 +274,7 @@ def source_of(files: Sequence[str] | None) -> Path:
 # ---- known facts
 
 
-class _Noting:
+class _RecordingBuilder:
     """A builder that records its calls."""
 
     is_exempt = is_building = False
@@ -286,8 +286,8 @@ class _Noting:
         self.calls.append("contexts")
         return []
 
-    def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        config, _, expected_keys = given  # without a file from_pretrained needs a state dict
+    def built(self, model: Any, files: Sequence[str] | None, *arguments: Any) -> None:
+        config, _, expected_keys = arguments  # without a file from_pretrained needs a state dict
         check_arguments(model, config, None, expected_keys)
         self.calls.append("built")
 
@@ -297,8 +297,8 @@ class _Noting:
     def exempted(self, model: Any) -> None:
         pass
 
-    def resized(self, model: Any, how: str) -> None:
-        self.calls.append(how)
+    def resized(self, model: Any, rule: str) -> None:
+        self.calls.append(rule)
 
 
 def _builds_without_values() -> bool:
@@ -306,7 +306,7 @@ def _builds_without_values() -> bool:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    class Tiny(PreTrainedModel):
+    class TinyModel(PreTrainedModel):
         config_class = PreTrainedConfig
 
         def __init__(self, config: Any) -> None:
@@ -317,14 +317,14 @@ def _builds_without_values() -> bool:
         def _init_weights(self, module: Any) -> None:
             pass
 
-    by = _Noting()
+    by = _RecordingBuilder()
     with ExitStack() as stack:
-        replace_loading(stack, Tiny, by)
-        model = Tiny.from_pretrained(None, config=PreTrainedConfig(), state_dict={})
+        replace_loading(stack, TinyModel, by)
+        model = TinyModel.from_pretrained(None, config=PreTrainedConfig(), state_dict={})
     return by.calls == ["contexts", "built"] and bool(model.weight.is_meta)
 
 
-KNOWN = Known(
+KNOWN = KnownFacts(
     "transformers",
     ("5.23.0",),
     {

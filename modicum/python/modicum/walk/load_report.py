@@ -7,7 +7,7 @@ from typing import Any
 _NAMES_SHOWN = 16
 
 
-class Printed:
+class PrintableReport:
     """A report whose `str()` is a table."""
 
     def print(self) -> None:
@@ -18,7 +18,7 @@ class Printed:
             print(self)
 
 
-class LoadReport(Printed):
+class LoadReport(PrintableReport):
     """The report of a load on all ranks. Every rank gets the same report. `str()` is the table that
     `modicum load` prints."""
 

@@ -79,7 +79,7 @@ class EmptiedMemory:
         self._unknown: list[str] = []  # never written, and not made by a rule
         unwritten: list[str] = []
         if buffers != "keep":
-            makes = partial(_made, model, structure, seed)
+            makes = partial(_rule_values, model, structure, seed)
             tensors = tensors_of(model, structure, scratch=True)
             found = _examined(model, tensors, everything=buffers == "restore")
             is_emptied = self._compare(makes, found, everything=buffers == "restore")
@@ -188,7 +188,7 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
     return below(model, None)
 
 
-def _made(
+def _rule_values(
     model: nn.Module, structure: Structure, seed: int, names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, value) for those of `names` that a rule of the model makes."""

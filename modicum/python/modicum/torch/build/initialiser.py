@@ -113,7 +113,7 @@ class Initialiser:
         )
         self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
         self.most_tensors = max((len(group.members) for group in groups.values()), default=0)
-        self._held: _Group | None = None
+        self._kept_group: _Group | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str) -> torch.Tensor:
@@ -122,11 +122,11 @@ class Initialiser:
         if name not in self._made_in:
             raise refusal("USAGE", "the Initialiser was not made for this tensor", tensor=name)
         group, attribute = self._made_in[name]
-        if group is not self._held:
-            self._held = None
+        if group is not self._kept_group:
+            self._kept_group = None
             self._tensors.clear()
             self._make(group, name)
-            self._held = group
+            self._kept_group = group
         return self._tensors[attribute]
 
     def _drop_siblings(self) -> None:

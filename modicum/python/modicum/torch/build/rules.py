@@ -206,7 +206,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: dict[tuple[int, str], Rule | None] = {}
         self._outlines: dict[Slot, torch.Tensor] = {}
-        self._made: dict[Rule, dict[Slot, list[Region]]] = {}
+        self._regions_by_rule: dict[Rule, dict[Slot, list[Region]]] = {}
 
     def of(self, member: Member) -> tuple[list[Rule], list[Rule]]:
         """The rules that may make a tensor, innermost first, in the order in which the frameworks
@@ -226,7 +226,7 @@ class Rules:
 
     def made_by(self, rule: Rule) -> dict[Slot, list[Region]]:
         """The regions that a rule writes, by slot."""
-        if rule not in self._made:
+        if rule not in self._regions_by_rule:
             seen: dict[Slot, tuple[nn.Module, Any]] = {}
 
             def outline_for(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -242,8 +242,10 @@ class Rules:
                 now = tensor_of(copies[id(module)], name)
                 if now is not None and now is not outline:  # replaced
                     outline.regions.append((outline.size(), outline.stride(), 0))
-            self._made[rule] = {slot: [*o.regions] for slot, (_, o) in seen.items() if o.regions}
-        return self._made[rule]
+            self._regions_by_rule[rule] = {
+                slot: [*o.regions] for slot, (_, o) in seen.items() if o.regions
+            }
+        return self._regions_by_rule[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
         """The outline of a tensor; the same object for all rules, since some set a marker on it

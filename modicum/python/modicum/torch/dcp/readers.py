@@ -84,7 +84,7 @@ class FilesReader(PathReader):
         `ModicumReader`."""
         self._model = model
         self._names = {name: rules[name] for name in ("missing", "unexpected", "key_mapping")}
-        self._given = given_recipe(rules["recipe"], self._names)
+        self._caller_recipe = given_recipe(rules["recipe"], self._names)
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self._buffers = rules["buffers"]
         self.reset(source)
@@ -106,7 +106,7 @@ class FilesReader(PathReader):
             what += "by modicum.torch.load, or keep the values that they have by "
             what += "LoadRules(missing={'lora_magnitude': 'model'}) and allow_partial_load"
             raise refusal("UNSUPPORTED", what, tensor=name)
-        self._made = recipe
+        self._used_recipe = recipe
         self._targets = self._targets_of(recipe)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -154,8 +154,8 @@ class FilesReader(PathReader):
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
-        if self._given is not None:
-            return self._given
+        if self._caller_recipe is not None:
+            return self._caller_recipe
         if self._model is not None:
             return build_recipe(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
@@ -172,7 +172,7 @@ class FilesReader(PathReader):
 
     def _remember(self, read: set[str]) -> None:
         if self._model is not None:
-            remember_read(self._model, Path(self.checkpoint_id), self._made, read)
+            remember_read(self._model, Path(self.checkpoint_id), self._used_recipe, read)
             defined(self._model, read)
 
     # ---- the places to fill

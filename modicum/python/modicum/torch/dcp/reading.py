@@ -51,6 +51,6 @@ def reading_by(participants: int | None) -> Iterator[Ranks | None]:
 
 def done() -> Future[None]:
     """A future that is completed."""
-    made: Future[None] = Future()
-    made.set_result(None)
-    return made
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -19,7 +19,7 @@ from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
-from modicum.upstream.torch_fsdp import Managed, check_pinning, reshard
+from modicum.upstream.torch_fsdp import ManagedParameter, check_pinning, reshard
 from modicum.upstream.wrappers import canonical
 
 Source = str | Path | None
@@ -72,7 +72,7 @@ class Model:
         return model
 
     @cached_property
-    def managed(self) -> dict[str, Managed]:
+    def managed(self) -> dict[str, ManagedParameter]:
         """FSDP2's parameters, by name."""
         return {name: entry.managed for name, entry in self.tensors.items() if entry.managed}
 

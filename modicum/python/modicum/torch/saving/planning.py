@@ -179,7 +179,7 @@ def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> Plan
     """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit, CONFLICT
     if replicas differ."""
     writing, state, texts = parts.model, parts.state, parts.texts
-    facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
+    facts = {"the plan": writing.plan.digest, "the state": state.shared_facts if state else "none"}
     ranks.agree_on(facts | dict(texts))
     rank_extra = ask.rank_extra
     files = [] if rank_extra is None else [file_of(rank) for rank in range(ranks.world_size)]

@@ -3,13 +3,13 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.load_report import LoadReport, Printed, left_out_text
+from modicum.walk.load_report import LoadReport, PrintableReport, left_out_text
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class SaveReport(Printed):
+class SaveReport(PrintableReport):
     """The report of a save; the same on every rank."""
 
     step: int
@@ -65,7 +65,7 @@ class SaveReport(Printed):
 
 
 @dataclass(frozen=True)
-class ResumeReport(Printed):
+class ResumeReport(PrintableReport):
     """The report of a resume; the same on every rank, except `extra_per_rank`."""
 
     step: int

@@ -15,7 +15,7 @@ from modicum.torch.saving.adamw_state import AdamWState, HeldShards
 from modicum.torch.saving.examining import set_damaged_aside
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
-from modicum.upstream.torch_storages import InPlace
+from modicum.upstream.torch_storages import StoragesInPlace
 
 Outcome = dict[str, int]
 """With the keys written_bytes, read_bytes and gathered_bytes."""
@@ -65,7 +65,7 @@ class StateWriting(Protocol):
         with the other ranks of its node; 0 if it needs none."""
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         """The facts that must be equal on all ranks, as one text."""
 
     @property
@@ -100,7 +100,7 @@ class AdamWWriting:
     def __init__(self, state: AdamWState, *, background: bool = False) -> None:
         self._state = state
         self._background = background
-        self._held = state.held(to_save=True)
+        self._shards = state.held(to_save=True)
         self.files = _modicum.StateFiles(state.parameters)
         self.facts = state.facts()
 
@@ -114,7 +114,7 @@ class AdamWWriting:
         return 0  # uses the shared memory of the model's save: its rows are divided in the same way
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         return f"{self._state.parameters} {self.facts}"
 
     @property
@@ -123,7 +123,7 @@ class AdamWWriting:
 
     @property
     def reads(self) -> MemoryReads:
-        return MemoryReads([], [(self.files, self._held)])
+        return MemoryReads([], [(self.files, self._shards)])
 
     @property
     def writings(self) -> Sequence[Writing]:
@@ -143,7 +143,7 @@ class AdamWWriting:
             where.board,
             where.ledger,
             (str(where.directory), where.point),
-            self._held,
+            self._shards,
             where.snapshot,
             where.gather,
         )
@@ -164,7 +164,7 @@ class TensorsWriting:
         return self._writing.plan.gather_bytes
 
     @property
-    def told(self) -> str:
+    def shared_facts(self) -> str:
         return f"{self._writing.plan.digest} {self.facts}"
 
     @property
@@ -222,13 +222,13 @@ class StepInFlight:
         self.damaged: list[dict[str, Any]] = []
         """A damaged step of the same number, as `_modicum.set_aside` describes it; on every
         rank."""
-        self._in_place: InPlace | None = None
+        self._in_place: StoragesInPlace | None = None
 
     def hold(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Until this rank's part is written, tensors that the save reads stay where they are. Call
         before their addresses are taken. While a save in the background writes, calls of this
         thread that would move them wait as those of an optimizer do."""
-        self._in_place = InPlace(tensors, in_flight.settle)
+        self._in_place = StoragesInPlace(tensors, in_flight.settle)
 
     def leave(self) -> None:
         """Ends `hold`. On any thread."""

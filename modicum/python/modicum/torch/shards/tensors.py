@@ -16,7 +16,7 @@ from modicum.upstream.torch_core import (
     parameters_of,
     require_known,
 )
-from modicum.upstream.torch_fsdp import Managed, fsdp_params
+from modicum.upstream.torch_fsdp import ManagedParameter, fsdp_params
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ModelTensor:
     module: nn.Module
     """The module that has it as `attribute`."""
     attribute: str
-    managed: Managed | None
+    managed: ManagedParameter | None
     """FSDP2's object for the parameter; None if FSDP2 does not shard it."""
 
     @property
