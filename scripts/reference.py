@@ -25,7 +25,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch.deepspeed": None,
     "modicum.imports": None,
     "modicum.memory": None,
-    "modicum.recipes": ["meta_model", "Recipe", "recipe_for"],
+    "modicum.recipes": ["meta_model", "read_recipe", "Recipe", "recipe_for"],
     "modicum.walk": [
         "Checkpoint",
         "Layout",
@@ -39,7 +39,16 @@ MODULES: dict[str, list[str] | None] = {
         "report",
         "Shards",
     ],
-    "modicum.errors": ["Error"],
+    "modicum.errors": [
+        "Error",
+        "BudgetError",
+        "FormatError",
+        "IntegrityError",
+        "IoError",
+        "PeerError",
+        "PreemptedError",
+        "UsageError",
+    ],
 }
 # Classes that users construct. Of others the page has no constructor.
 CONSTRUCTED = {"AdamW", "Ledger", "ModicumReader", "ModicumWriter", "ProtectCallback"}
@@ -190,8 +199,7 @@ def python_page(root: Path) -> str:
     ]
     for module, names in MODULES.items():
         tree = ast.parse(file_of(root, module).read_text())
-        summary = (ast.get_docstring(tree) or "").split("\n\n")[0]
-        lines += [f"## {module}", "", *summary.rstrip(":").splitlines(), ""]
+        lines += [f"## {module}", "", *(ast.get_docstring(tree) or "").splitlines(), ""]
         for name in names or public_names(root, module):
             nodes = definitions(root, module, name)
             is_error = name.endswith("Error") and module != "modicum.errors"

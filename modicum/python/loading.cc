@@ -393,7 +393,8 @@ Args:
              "budget_source"_a = "", "compared"_a = nb::none(),
              "The document of `modicum load --json` and the text of `modicum load`.");
   module.def("parse_size", bytes_of, "size"_a,
-             "The bytes of a size in the syntax of the command line.");
+             "The bytes of a size: an integer, or text with a unit of 1000 (\"5GB\") or of 1024 "
+             "(\"5GiB\", \"5G\").");
 }
 
 }  // namespace modicum::python

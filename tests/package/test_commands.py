@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_the_documents_are_those_of_the_program(checkpoint: Path, tmp_path: Path) -> None:
-    assert modicum.verify(checkpoint, threads=1)["ok"] is True
+    assert modicum.verify(checkpoint)["ok"] is True
     written = modicum.convert(checkpoint, tmp_path / "b", dtype="bfloat16", shard_size="1KiB")
     assert {*modicum.inspect(tmp_path / "b")["dtypes"]} == {"bfloat16"}
     assert written["files"] and modicum.diff(checkpoint, checkpoint)["differences"] == []
@@ -57,10 +57,9 @@ def test_a_name_that_begins_with_a_dash_is_no_flag(
     assert modicum.verify("-q")["ok"] is True
 
 
-@pytest.mark.parametrize("verb", ("verify", "convert", "diff"))
-def test_each_keyword_is_a_flag(verb: str) -> None:
-    command = [sys.executable, "-m", "modicum.cli", verb, "--help"]
+def test_each_keyword_of_convert_is_a_flag() -> None:
+    command = [sys.executable, "-m", "modicum.cli", "convert", "--help-all"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for name, parameter in inspect.signature(getattr(modicum, verb)).parameters.items():
+    for name, parameter in inspect.signature(modicum.convert).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
             assert f"--{name.replace('_', '-')} " in text, name

@@ -480,7 +480,9 @@ def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int
     """The document of `modicum load --json` and the text of `modicum load`."""
 
 def parse_size(size: int | str) -> int:
-    """The bytes of a size in the syntax of the command line."""
+    """
+    The bytes of a size: an integer, or text with a unit of 1000 ("5GB") or of 1024 ("5GiB", "5G").
+    """
 
 def cast_masters(masters: Annotated[Any, dict(dtype='uint8', shape=(None,), order='C', device='cpu')], to: Annotated[Any, dict(dtype='uint8', shape=(None,), order='C', device='cpu')], form: str) -> None:
     """

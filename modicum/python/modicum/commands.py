@@ -7,28 +7,27 @@ import subprocess
 import sys
 from typing import Any
 
-from modicum.errors import from_json
+from modicum.errors import failure, from_json
 
 Place = str | os.PathLike[str]
 _DIFFERENT = 12
 """The exit code of `diff` for checkpoints that differ."""
 
 
-def verify(path: Place, *, threads: int | None = None) -> dict[str, Any]:
+def verify(path: Place) -> dict[str, Any]:
     """Compares the files of a checkpoint with what its headers, index and records say, and the
     values of a saved one with its digests.
 
     Args:
-        path: a checkpoint, or a run, of which the newest complete checkpoint is verified.
-        threads: None: the usable CPUs.
+        path: a checkpoint, or a run, of which all checkpoints are verified.
 
     Returns:
-        The document of `modicum verify --json`: ok, files, tensors_checked.
+        The document of `modicum verify --json`: ok, files, tensors_checked, damaged, warnings.
 
     Raises:
         FormatError, IntegrityError, IoError: a file is malformed, damaged, missing or unreadable.
     """
-    return _run("verify", _flags(threads=threads), path)
+    return _run("verify", [], path)
 
 
 def convert(
@@ -87,12 +86,16 @@ def _flags(**values: Any) -> list[str]:
 
 def _run(verb: str, flags: list[str], *places: Place, accepted: int = 0) -> dict[str, Any]:
     """Runs a verb, and returns its document. Raises the error in it, unless the exit code is
-    `accepted` and there is none. Warnings of the program go to stderr."""
+    `accepted` and there is none."""
     paths = [os.fspath(place) for place in places]
     paths = [f"./{path}" if path.startswith("-") else path for path in paths]  # no flags
     command = [sys.executable, "-m", "modicum.cli", verb, "--json", "-q", *flags, *paths]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    document: dict[str, Any] = json.loads(done.stdout)
+    done = subprocess.run(command, capture_output=True, check=False)
+    try:
+        document: dict[str, Any] = json.loads(done.stdout)
+    except ValueError as error:
+        said = done.stderr.decode(errors="replace").strip()
+        raise failure("INTERNAL", f"modicum {verb} printed no document", got=said) from error
     if "error" in document:
         raise from_json(done.stdout.decode())
     assert done.returncode in (0, accepted), done.returncode

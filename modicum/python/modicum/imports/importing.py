@@ -38,8 +38,9 @@ def import_checkpoint(
 
     Needs neither torch nor the other program. Runs in one process and streams through staging: no
     complete tensor is in memory. No pickle is executed: names, shapes and places are read as data,
-    and a name that the other program does not write there is refused. Values that are neither
-    tensors nor options of an optimizer, such as a scheduler's state, are left out and reported.
+    and a name that the other program does not write there is refused. Values that are no tensors,
+    such as a scheduler's state, are left out and reported; so are the options of an optimizer's
+    groups (`lr`, ...) in directories of DCP and accelerate, whose resume keeps the program's.
 
     Args:
         directory: the other program's directory.

@@ -54,13 +54,13 @@ def draw(
     """Draws host memory over time: one HTML page that needs no network and no other package.
 
     Each label of the recordings gets a chart with its processes, stacked, and their phases; all
-    charts share one scale and one legend. The lines given to `save` are summed over the processes
+    charts share one scale and one legend. The lines given to `write` are summed over the processes
     of a chart by name. The line "promise" is dashed, and is drawn only while a process is recorded;
     other lines cross the chart. If NVML reports device memory, it is a separate curve.
 
     Args:
         path: the path of the page; it must end in .html.
-        sources: files that `save` has written, of any number of ranks; None: the recording of this
+        sources: files that `write` has written, of any number of ranks; None: the recording of this
             process.
         title: the title above the charts.
 
@@ -68,7 +68,7 @@ def draw(
         The path that was written.
 
     Raises:
-        UsageError: the path does not end in .html, a source is not a file that `save` has written,
+        UsageError: the path does not end in .html, a source is not a file that `write` has written,
             there is no sample, or the title is not a str or not UTF-8.
     """
     target = Path(path)

@@ -46,7 +46,8 @@ class Peaks:
 
     @property
     def owners(self) -> tuple[Owner, ...]:
-        """The most held and the most copied bytes of each owner, possibly at different times."""
+        """A tuple with an `Owner` for each owner: the most bytes that it held, and the most of them
+        that were copied, possibly at different times."""
         return tuple(self._owners.values())
 
     def __getitem__(self, name: str) -> Owner:

@@ -294,7 +294,7 @@ def reset_peak() -> bool:
 
 
 def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-    """The lines that `save` writes, as dicts: the process, its phases, its samples, and the
+    """The lines that `write` writes, as dicts: the process, its phases, its samples, and the
     horizontal lines of its chart."""
     recording = _recording()
     process = {

@@ -56,6 +56,9 @@ class Rules:
         if missing == "error":
             return {}
         patterns = [missing] if isinstance(missing, str) else missing
+        if not isinstance(patterns, Iterable):
+            expected, got = '"error", "init", patterns, or rules by pattern', repr(missing)
+            raise refusal("USAGE", "missing", expected=expected, got=got)
         return {"" if p in ("ignore", "init") else p: "model" for p in patterns}
 
     @property

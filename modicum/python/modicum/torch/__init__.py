@@ -5,9 +5,17 @@
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    report = modicum.torch.load(model, "path/of/a/checkpoint", budget="200GiB")
+    optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-4)
+    modicum.torch.load(model, "path/of/a/checkpoint", optimizer=optimizer, budget="200GiB").print()
+    train(model, optimizer)
+    modicum.torch.save(model, "run", step=100, optimizer=optimizer, extra={"epoch": 3})
 
-Importing it imports torch, but not transformers or accelerate, and patches nothing.
+    resumed = modicum.torch.resume(model, "run", optimizer=optimizer)  # later, in any world
+    train(model, optimizer, first=resumed.step, epoch=resumed.extra["epoch"])
+
+A *checkpoint* is a directory of Hugging Face files, or one that `save` has written; a *run* is the
+directory of all saved checkpoints, `run/step-N`. Importing this package imports torch, but not
+transformers or accelerate, and patches nothing.
 """
 
 from modicum.options import MemoryPolicy as MemoryPolicy

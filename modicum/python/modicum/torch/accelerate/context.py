@@ -78,6 +78,7 @@ def loading(
     own bytes (with the default strategy). The values have the same bits as those that accelerate
     would load. The script's checkpoints are saved and resumed through Modicum, too.
 
+    accelerate shards by FSDP2 on devices only: with the CPU alone it takes DDP, which is refused.
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
     the same arguments, on one thread. The innermost of nested contexts applies.
 

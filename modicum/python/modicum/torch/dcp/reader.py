@@ -61,9 +61,10 @@ class ModicumReader(PathReader):
         Args:
             source: a directory, a safetensors file, `org/name` in the local Hugging Face cache, or
                 a run.
-            model: the model of the state dict, already sharded, on meta or not; the conversions of
-                the installed transformers apply. For a checkpoint of `ModicumWriter`: if that was
-                given it. None: names and shapes as stored.
+            model: the model of the state dict, already sharded; the conversions of the installed
+                transformers apply. It may be on meta: DCP then allocates the state dict's tensors,
+                and `model.load_state_dict(state, assign=True)` hands them over. For a checkpoint of
+                `ModicumWriter`: if that was given it. None: names and shapes as stored.
             rules: `LoadRules` with missing, unexpected, key_mapping and buffers, for which a model
                 is needed; or with recipe, for names of the state dict's own.
             memory: `MemoryPolicy` with `staging` (None: 8 MiB) and `ledger`.
@@ -73,6 +74,9 @@ class ModicumReader(PathReader):
             IntegrityError: the checkpoint is incomplete.
             FormatError, IoError: as for `modicum.torch.load`.
         """
+        acting = _RULING if model is not None else ("recipe",)
+        called = "ModicumReader" if model is not None else "ModicumReader without a model"
+        read_options(called, LoadRules, rules, acting)
         values = read_options("ModicumReader", LoadRules, rules, _RULING)
         policy = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
         self._model, self._options = model, {"rules": values, **policy}

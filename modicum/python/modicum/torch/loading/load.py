@@ -126,7 +126,8 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
     named = {name: arguments[name] for name in names}
     ledger, budget = taken(arguments["ledger"], arguments["budget"])
     optimizers, later = optimizers_of(arguments["optimizer"]), later_of(arguments["optimizer"])
-    return Options(ledger, budget, **named, optimizers=optimizers, later=later)
+    rules = {name: arguments[name] for name in ("resized", "buffers")}
+    return Options(ledger, budget, **named, optimizers=optimizers, later=later, rules=rules)
 
 
 def recipe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

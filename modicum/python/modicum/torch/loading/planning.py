@@ -48,6 +48,8 @@ class Options:
     optimizers: Sequence[AdamW] = ()
     later: Mapping[str, int] = field(default_factory=dict)
     """Bytes by purpose that the caller will allocate on this rank after the load."""
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments that must be equal on all ranks."""
 
     def __post_init__(self) -> None:
         require_check(self.check)
@@ -152,8 +154,9 @@ def plan_of(
         expected = "the same number of consecutive ranks on every node"
         raise refusal("UNSUPPORTED", "strategy node-reader", expected=expected)
     per_node = ranks.ranks_per_node or ranks.world_size
-    names = ("strategy", "staging", "fork", "check")
-    facts = {f"argument {name}": repr(getattr(options, name)) for name in names}
+    names = ("strategy", "staging", "fork", "check", "seed")
+    equal = {name: getattr(options, name) for name in names} | {**options.rules}
+    facts = {f"argument {name}": repr(value) for name, value in equal.items()}
     facts["argument optimizer"] = repr([optimizer.state_format for optimizer in options.optimizers])
     ranks.agree_on(facts)
     initialiser = Initialiser(
@@ -258,6 +261,9 @@ def budget_of(
     includes the memory that the processes of the node hold before the load. Of several nodes the
     one with the least memory counts."""
     limit = options.ledger.limit_bytes
+    if not isinstance(options.budget, (int, str, type(None))):
+        expected, got = 'bytes, text such as "200GiB", "none" or None', repr(options.budget)
+        raise refusal("USAGE", "budget", expected=expected, got=got)
     if options.budget == "none":
         return None, ""
     if options.budget not in (None, "auto"):

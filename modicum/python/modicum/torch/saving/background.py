@@ -104,7 +104,7 @@ class AsyncSave:
     def __init__(
         self, begun: OpenSave, finish: Callable[[dict[str, Any], Any], SaveReport], sigterm: Sigterm
     ) -> None:
-        """`finish`: as `OpenSave.finish`. `start` must follow."""
+        """`finish`: as `OpenSave.finish`. `_start` must follow."""
         assert begun.planned.snapshot is not None
         self._begun, self._finish, self._sigterm = begun, finish, sigterm
         self._rank, self._world_size = begun.ranks.rank, begun.ranks.world_size
@@ -120,12 +120,12 @@ class AsyncSave:
         self._veto: Exception | None = None
         self._error: BaseException | None = None
         self._is_delivered = self._is_freed = self._is_in_step = False
-        self._is_called = True  # in a call of this object, or in a step of AdamW; `start` ends it
+        self._is_called = True  # in a call of this object, or in a step of AdamW; `_start` ends it
         self._report: SaveReport | None = None
         self._callbacks: list[Callable[[AsyncSave], object]] = []
         self._callbacks_lock = threading.Lock()
 
-    def start(self, rest: ExitStack, called_s: float) -> "AsyncSave":
+    def _start(self, rest: ExitStack, called_s: float) -> "AsyncSave":
         """Starts the save's thread.
 
         Args:
@@ -255,7 +255,7 @@ class AsyncSave:
         self.deliver()
 
     def leave(self) -> None:
-        """At the process's exit: waits for the save, and prints its error."""
+        # At the process's exit: waits for the save, and prints its error.
         if self._is_delivered:
             return
         try:

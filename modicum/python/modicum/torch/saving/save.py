@@ -164,7 +164,7 @@ def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
         begun = _begun(model, unwrapped(arguments.optimizer), ask, ranks, flight)
         if begun.planned.snapshot is not None:
             saving = AsyncSave(begun, partial(_finished, model, begun), sigterm)
-            return saving.start(stack.pop_all(), time.monotonic() - called)
+            return saving._start(stack.pop_all(), time.monotonic() - called)
         saved = _finished(model, begun, begun.write())
         _warn(saved, ranks)
     return saved
