@@ -255,6 +255,11 @@ def test_an_invalid_regular_expression_is_refused(argument: str, pattern: str) -
     assert caught.value.got.startswith(pattern[:8])
 
 
+def test_missing_of_another_type_is_refused() -> None:
+    with pytest.raises(front.UsageError, match="USAGE: missing .expected .*got 3"):
+        recipes.recipe_for(llama(), stored_of(llama()), rules=recipes.LoadRules(missing=3))  # type: ignore
+
+
 @pytest.mark.parametrize("argument", ["keep_fp32", "missing", "unexpected"])
 def test_a_regular_expression_that_matches_nothing_is_refused(argument: str) -> None:
     model = llama()

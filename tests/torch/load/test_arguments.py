@@ -542,7 +542,6 @@ LINEAR = torch.nn.Linear(1, 1)
         ({}, {}, "USAGE: model .expected a torch.nn.Module, got dict"),
         (LINEAR, {"dtype": "auto"}, "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
         (LINEAR, {"dtype": "bf16"}, "USAGE: dtype .expected a torch.dtype, .* got 'bf16'"),
-        (LINEAR, {"rules": LoadRules(missing=3)}, "USAGE: missing .expected .*got 3"),
         (LINEAR, {"optimizer": 5}, "USAGE: optimizer .expected modicum.torch.AdamW, got .*int"),
         (LINEAR, {"optimizer": "adam"}, "USAGE: optimizer .expected .*AdamW, got builtins.str"),
     ],
