@@ -82,8 +82,8 @@ class _OpenCheckpoint:
 
 
 class Checkpoints:
-    """Replaces the functions by which a script saves and resumes. `how`: returns the arguments of
-    the innermost `loading`; `saved`, `read`: called with the reports."""
+    """Replaces the functions by which a script saves and resumes. `arguments`: returns
+    those of the innermost `loading`; `saved`, `read`: called with the reports."""
 
     def __init__(
         self,

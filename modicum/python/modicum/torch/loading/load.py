@@ -131,7 +131,7 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
 
 
 def recipe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument `how` of `goal_of_source`. `arguments`: as of `load_by`."""
+    """The `arguments` of `goal_of_source`, from those of `load_by`."""
     names = ("dtype", "keep_fp32", "missing", "unexpected", "adapter", "key_mapping")
     is_resized = require_rule(arguments["resized"]) is not None
     recipe = given_recipe(arguments["recipe"], arguments)
