@@ -256,8 +256,9 @@ def test_an_invalid_regular_expression_is_refused(argument: str, pattern: str) -
 
 
 def test_missing_of_another_type_is_refused() -> None:
+    rules: Any = recipes.LoadRules(missing=3)  # type: ignore[arg-type]
     with pytest.raises(front.UsageError, match="USAGE: missing .expected .*got 3"):
-        recipes.recipe_for(llama(), stored_of(llama()), rules=recipes.LoadRules(missing=3))  # type: ignore
+        recipes.recipe_for(llama(), stored_of(llama()), rules=rules)
 
 
 @pytest.mark.parametrize("argument", ["keep_fp32", "missing", "unexpected"])
