@@ -61,6 +61,18 @@ std::string_view foreign_kind(const std::vector<std::string>& names) {
   return has_step || is_step ? "DeepSpeed's ZeRO" : "";
 }
 
+// What a directory without safetensors files should hold instead.
+std::string expected_in(FileSystem& files, const std::string& directory,
+                        const std::vector<std::string>& names) {
+  if (const std::vector<int64_t> steps = step_numbers(files, directory); !steps.empty()) {
+    return fmt::format("one checkpoint, such as step-{}: this is a run, which resume takes",
+                       steps.front());
+  }
+  if (!contains(names, kConfigFile)) return "a .safetensors file";
+  return "a .safetensors file: its header lists the tensors, config.json does not (`modicum synth "
+         "--sparse` writes files of known models' shapes)";
+}
+
 Source look_into(FileSystem& files, const std::string& directory) {
   const std::vector<std::string> names = files.list(directory);
   const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
@@ -89,10 +101,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
     const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
     fail(Category::io, "no safetensors file in the directory",
          {.file = base_name(directory),
-          .expected = contains(names, kConfigFile)
-                          ? "a .safetensors file: its header lists the tensors, config.json does "
-                            "not (`modicum synth --sparse` writes files of known models' shapes)"
-                          : "a .safetensors file",
+          .expected = expected_in(files, directory, names),
           .got = names.empty() ? "no file"
                                : printable(fmt::format("{}{}", fmt::join(listed, ", "),
                                                        names.size() > 5 ? ", ..." : ""))});

@@ -120,6 +120,10 @@ TEST(Open, AMissingPathIsAnIoError) {
   EXPECT_EQ(empty->category(), Category::io);
   EXPECT_NE(empty->what_happened().find("no safetensors file in"), std::string::npos);
   EXPECT_EQ(empty->facts().got, "readme.md");
+  files.put("/run/step-9/model.safetensors", kSmall);
+  files.put("/run/step-20/model.safetensors", kSmall);
+  EXPECT_TRUE(
+      failure(files, "/run")->facts().expected.starts_with("one checkpoint, such as step-20"));
   for (const char* path : {"/nowhere", "/m/x.safetensors", "org/name", "org/../name", ""}) {
     const auto error = failure(files, path);
     ASSERT_TRUE(error) << path;
