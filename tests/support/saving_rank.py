@@ -336,6 +336,36 @@ def at_the_call(
     return {"error": "", "default": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL}
 
 
+def preempted_loop(
+    directory: str, root: str, cut: Cut, signals: int, how: dict[str, Any]
+) -> dict[str, Any]:
+    """A loop of five steps in `save_on_sigterm`. In step 3 this rank gets `signals` SIGTERMs.
+    `how`: `every` of the context; `saving`: "saves", or "in flight": a save in the background
+    begins in step 2. Returns the exit code, the step after which the loop ended, and whether
+    SIGTERM has its default handler again."""
+    model, optimizer = made(directory, cut, "fp32", "float32")
+    modicum.torch.load(model, directory, optimizer=optimizer, progress=False)
+    number = 0
+
+    def save() -> None:
+        modicum.torch.save(model, root, step=number, optimizer=optimizer)
+
+    code = None
+    try:
+        with modicum.torch.save_on_sigterm(save, every=how.get("every", 1)) as preemption:
+            for number in range(1, 6):
+                steps(model, optimizer, cut, range(number, number + 1))
+                if how.get("saving") == "in flight" and number == 2:
+                    modicum.torch.async_save(model, root, step=2, optimizer=optimizer)
+                for _ in range(signals if number == how.get("at", 3) else 0):
+                    signal.raise_signal(signal.SIGTERM)
+                preemption.after_step()
+    except SystemExit as ended:
+        code = ended.code
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return {"code": code, "number": number, "default": is_default}
+
+
 def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     """Saves with a grace in a program whose rank 1 handles SIGTERM itself."""
     model, _ = made(directory, cut, "fp32", "float32")
@@ -398,4 +428,5 @@ ACTS: dict[str, Callable[..., Any]] = {
     "resumes_adapters": resumes_adapters,
     "save_handling": handles,
     "save_signalled": at_the_call,
+    "preempted_loop": preempted_loop,
 }

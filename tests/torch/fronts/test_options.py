@@ -5,6 +5,7 @@ old name or keyword whose error does not name the new one.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,12 @@ def test_names_of_before_are_refused_with_the_new_ones(call: Call, new: str) -> 
     with pytest.raises(UsageError) as refused:
         call()
     assert new in str(refused.value)
+
+
+@pytest.mark.parametrize("function", (front.load, front.save, front.async_save, front.resume))
+def test_calls_have_at_most_eight_keywords(function: Any) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert len([p for p in parameters if p.kind is p.KEYWORD_ONLY]) <= 8
 
 
 def test_other_unknown_names_are_errors_of_python() -> None:

@@ -229,3 +229,71 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
     # If rank 1 came first, rank 0 does not wait for it, and the signals take effect later, when the
     # save may have made the root.
     assert not [*Path(how["root"]).glob("step-*")]
+
+
+# ---- save_on_sigterm
+
+
+@pytest.mark.parametrize(
+    ("signals", "options", "number", "names"),
+    [
+        ((1, 1), {}, 3, ["latest", "step-3"]),
+        ((0, 1), {}, 3, ["latest", "step-3"]),
+        ((1, 0), {"every": 2}, 4, ["latest", "step-4"]),
+        ((1, 1), {"saving": "in flight"}, 3, ["latest", "step-2", "step-3"]),
+    ],
+    ids=("both", "one", "every second step", "a save in flight"),
+)
+def test_a_loop_saves_and_ends_on_all_ranks(
+    two: Ranks,
+    how: dict[str, Any],
+    modicum: Path,
+    signals: tuple[int, int],
+    options: dict[str, Any],
+    number: int,
+    names: list[str],
+) -> None:
+    """Whichever rank has got SIGTERM, all save the same step and exit with 143."""
+    each = {rank: {"signals": count} for rank, count in enumerate(signals)}
+    two.tell("preempted_loop", each, how=options, **how)
+    ended = {"code": 143, "number": number, "default": True}
+    assert two.hear() == [ended, ended]
+    assert sorted(path.name for path in Path(how["root"]).iterdir()) == names
+    verified = subprocess.run([modicum, "verify", how["root"]], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stderr
+
+
+def test_a_second_sigterm_ends_a_loop_at_once(two: Ranks, how: dict[str, Any]) -> None:
+    two.tell("preempted_loop", signals=2, how={}, **how)
+    heard = two.hear()
+    for rank in range(2):
+        assert_ended(two, rank, heard[rank])
+    assert not Path(how["root"]).exists()
+
+
+def test_a_loop_without_sigterm_is_as_before(two: Ranks, how: dict[str, Any]) -> None:
+    two.tell("preempted_loop", signals=0, how={}, **how)
+    assert two.hear() == [{"code": None, "number": 5, "default": True}] * 2
+    assert not Path(how["root"]).exists()
+
+
+def test_a_sigterm_after_the_last_agreement_ends_the_process(
+    one: Ranks, how: dict[str, Any]
+) -> None:
+    one.tell("preempted_loop", signals=1, how={"every": 4, "at": 5}, **how | {"cut": ONE})
+    assert_ended(one, 0, one.hear()[0])
+
+
+def test_a_handler_of_the_program_is_kept() -> None:
+    import modicum.torch
+
+    def handler(*_: Any) -> None: ...
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(modicum.UsageError, match="handles SIGTERM itself"):
+            with modicum.torch.save_on_sigterm(lambda: None):
+                pytest.fail("the block ran")
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

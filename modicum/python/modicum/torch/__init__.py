@@ -31,6 +31,8 @@ from modicum.torch.loading.load import load as load
 from modicum.torch.optim.adamw import AdamW as AdamW
 from modicum.torch.optim.protection import protect as protect
 from modicum.torch.saving.background import AsyncSave as AsyncSave
+from modicum.torch.saving.preemption import Preemption as Preemption
+from modicum.torch.saving.preemption import save_on_sigterm as save_on_sigterm
 from modicum.torch.saving.report import ResumeReport as ResumeReport
 from modicum.torch.saving.report import SaveReport as SaveReport
 from modicum.torch.saving.resume import resume as resume

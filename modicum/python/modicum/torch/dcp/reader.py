@@ -66,7 +66,9 @@ class ModicumReader(PathReader):
                 and `model.load_state_dict(state, assign=True)` hands them over. For a checkpoint of
                 `ModicumWriter`: if that was given it. None: names and shapes as stored.
             rules: `LoadRules` with missing, unexpected, key_mapping and buffers, for which a model
-                is needed; or with recipe, for names of the state dict's own.
+                is needed; or with recipe, for names of the state dict's own. After `to_empty()` and
+                a `get_state_dict` with an optimizer, which writes to the parameters, buffers in no
+                state dict are restored by buffers="restore" only.
             memory: `MemoryPolicy` with `staging` (None: 8 MiB) and `ledger`.
 
         Raises:
