@@ -12,6 +12,7 @@ is lost if the save fails.
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,18 @@ def test_a_sigterm_after_the_last_agreement_ends_the_process(
 ) -> None:
     one.tell("preempted_loop", signals=1, how={"every": 4, "at": 5}, **how | {"cut": ONE})
     assert_ended(one, 0, one.hear()[0])
+
+
+def test_an_error_of_the_save_is_printed_before_sigterm_ends_the_process() -> None:
+    program = (
+        "import signal, modicum.torch\n"
+        "def save(): raise OSError('the disk is full')\n"
+        "with modicum.torch.save_on_sigterm(save) as preemption:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    preemption.after_step()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGTERM and "the disk is full" in ended.stderr
 
 
 def test_a_handler_of_the_program_is_kept() -> None:

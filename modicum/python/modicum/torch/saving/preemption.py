@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -93,6 +94,10 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     signal.signal(signal.SIGTERM, preemption._note)
     try:
         yield preemption
+    except Exception as error:
+        if preemption.is_requested:
+            traceback.print_exception(error)  # the process ends before its caller sees it
+        raise
     finally:
         preemption._restore()
         if preemption.is_requested:
