@@ -1,6 +1,8 @@
 """The Python blocks of docs/guide/save.md run as they are on the page."""
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ def examples(root: Path) -> list[str]:
 
 
 def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
-    """Runs the first three blocks. `train`, which the page does not define, notes its first
-    step."""
-    text, restarted, background, *_ = examples(root)
+    """Runs the first four blocks. `train`, which the page does not define, notes its first step; in
+    the loop, it gets SIGTERM with its second batch."""
+    text, restarted, preempted, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
     begun = []
@@ -45,6 +47,14 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
     exec(compile(with_places(restarted, places), "save.md", "exec"), names)
     exec(compile(with_places(restarted, places | {"ROOT": "nowhere"}), "save.md", "exec"), names)
     assert begun[2:] == [100, 0]
+    places["ROOT"] = str(tmp_path / "preempted")
+    loop = names | {
+        "loader": [0, signal.SIGTERM, 0],
+        "train": lambda batch: os.kill(os.getpid(), batch),
+    }
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(with_places(preempted, places), "save.md", "exec"), loop)
+    assert ended.value.code == 143 and (tmp_path / "preempted/step-2/COMMIT").is_file()
     places["ROOT"] = str(tmp_path / "background")
     exec(compile(with_places(background, places), "save.md", "exec"), names)
     assert (tmp_path / "background/step-100/COMMIT").is_file()

@@ -76,10 +76,9 @@ class ModicumReader(PathReader):
             IntegrityError: the checkpoint is incomplete.
             FormatError, IoError: as for `modicum.torch.load`.
         """
-        acting = _RULING if model is not None else ("recipe",)
-        called = "ModicumReader" if model is not None else "ModicumReader without a model"
-        read_options(called, LoadRules, rules, acting)
         values = read_options("ModicumReader", LoadRules, rules, _RULING)
+        if model is None and values["recipe"] is None:
+            read_options("ModicumReader without a model", LoadRules, rules, ())
         policy = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
         self._model, self._options = model, {"rules": values, **policy}
         self._is_of_files = rules is not None
