@@ -245,7 +245,7 @@ import mmap, time
 block = mmap.mmap(-1, {64 << 20}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 block.madvise(mmap.MADV_HUGEPAGE)
 for at in range(0, len(block), 4096): block[at] = 1
-time.sleep(0.5)
+time.sleep(1.5)
 lines = open("/proc/self/smaps_rollup").read().splitlines()
 print(next((line.split()[1] for line in lines if line.startswith("AnonHugePages")), "0"))
 """
