@@ -202,10 +202,12 @@ int wait_for_a_signal(void*) {
 // With kcmp where the kernel permits it, and by figures: kcmp is not used for another /proc.
 TEST(ThisMachine, AChildIsInItsParentsMemoryUntilItsExec) {
   if (kIsSanitized) GTEST_SKIP() << "the child would run in the sanitizer's memory";
-  alignas(64) std::array<std::byte, 16 * kKiB> stack;
-  const int shared =
-      clone(wait_for_a_signal, stack.data() + stack.size(), CLONE_VM | SIGCHLD, nullptr);
-  const int forked = clone(wait_for_a_signal, stack.data() + stack.size(), SIGCHLD, nullptr);
+  // A stack each: `clone` writes to that of the second child while the first one runs.
+  alignas(64) std::array<std::byte, 16 * kKiB> shared_stack, forked_stack;
+  const int shared = clone(wait_for_a_signal, shared_stack.data() + shared_stack.size(),
+                           CLONE_VM | SIGCHLD, nullptr);
+  const int forked =
+      clone(wait_for_a_signal, forked_stack.data() + forked_stack.size(), SIGCHLD, nullptr);
   for (const char* const root : {"", "/."}) {
     EXPECT_TRUE(is_in_parents_memory(shared, root));
     EXPECT_FALSE(is_in_parents_memory(forked, root));
