@@ -11,6 +11,7 @@ whose memory stays in malloc's heap; an argument of `load` that has no effect.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -198,6 +199,17 @@ def test_arguments_of_load_apply_to_a_path(tmp_path: Path) -> None:
     for wrong in ({"recipe": tmp_path / "none.json"}, {"resized": "bogus"}, {"adapter": "none"}):
         with pytest.raises(modicum.errors.Error, match="IO: |USAGE: "):
             filled(2, 3, **wrong)
+
+
+def test_check_applies_to_a_path_and_not_to_a_dict(tmp_path: Path) -> None:
+    model, reports = torch.nn.Linear(3, 2, bias=False), []
+    safetensors.torch.save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    load = partial(modicum.torch.fsdp2_load_full_state_dict, model, progress=False)
+    load(tmp_path, check=True, on_report=reports.append)
+    load(tmp_path, on_report=reports.append)
+    assert [report.check for report in reports] == ["ok", "off"]
+    with pytest.raises(modicum.UsageError, match="check has no effect .* with a dict"):
+        load({"weight": torch.ones(2, 3)}, check=True)
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,10 @@ def loading(
             reasons of `modicum.torch.load`.
     """
     require_check(check)
-    arguments: dict[str, Any] = {"optimizer": None, "budget": budget, "dtype": None, "check": check}
-    arguments |= {"progress": progress}
-    arguments |= arguments_in("loading", rules, memory, ("missing", "unexpected", "seed"))
+    arguments = arguments_in(
+        "loading", rules, memory, ("missing", "unexpected", "seed"),
+        budget=budget, check=check, progress=progress,
+    )  # fmt: skip
     ledger = arguments["ledger"]
     require_fork(arguments["fork"])
     context = Loading(None if source is None else Path(source), arguments)

@@ -89,8 +89,8 @@ def load_full_state_dict(
     """
 
     def arguments() -> dict[str, Any]:
-        named = {"optimizer": optimizer, "budget": budget, "dtype": dtype, "progress": progress}
-        return named | _options_in("load_full_state_dict", state, dtype, rules, memory)
+        direct = {"optimizer": optimizer, "budget": budget, "dtype": dtype, "progress": progress}
+        return _arguments_in("load_full_state_dict", state, rules, memory, **direct)
 
     full_options = FullOptions(strict=strict, drops=not strict, consume=consume)
     return _fill(model, state, full_options, arguments)[-1]
@@ -114,15 +114,18 @@ class FullOptions:
 _RULING = tuple(name for name in names_in(LoadRules) if name != "buffers")
 
 
-def _options_in(function: str, state: Full, dtype: Any, rules: Any, memory: Any) -> dict[str, Any]:
-    """The arguments of `load_by` in `rules` and `memory`."""
+def _arguments_in(
+    function: str, state: Full, rules: Any, memory: Any, **direct: Any
+) -> dict[str, Any]:
+    """As `arguments_in`, for a load of `state`."""
     if isinstance(state, (str, os.PathLike)):
-        return {"check": False} | arguments_in(function, rules, memory, _RULING)
-    if dtype is not None:
-        raise refusal("USAGE", f"dtype has no effect in {function} with a dict", expected="None")
+        return arguments_in(function, rules, memory, _RULING, **direct)
     called = f"{function} with a dict"
+    for name, default in (("dtype", None), ("check", False)):
+        if direct.get(name, default) != default:
+            raise refusal("USAGE", f"{name} has no effect in {called}", expected=repr(default))
     read_options(called, MemoryPolicy, memory, ("staging", "ledger", "fork"))
-    return {"check": False} | arguments_in(called, rules, memory, ())
+    return arguments_in(called, rules, memory, (), **direct)
 
 
 @overload
@@ -157,8 +160,8 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
             and a policy counts as `cpu_offload`.
         cpu_offload: True, or any policy: USAGE if `fully_shard` does not offload a parameter.
             False and None, the defaults: not checked.
-        **options: the keyword arguments of `load_full_state_dict`; and `on_report`, called on every
-            rank with the report of each load.
+        **options: the keyword arguments of `load_full_state_dict`; with a path also `check`, as for
+            `load`; and `on_report`, called on every rank with the report of each load.
 
     Returns:
         The model.
@@ -209,7 +212,7 @@ def _is_policy(mesh: Any) -> bool:
 
 _NAMED = {
     "consume": False, "on_report": None, "optimizer": None, "budget": None, "dtype": None,
-    "rules": None, "memory": None, "progress": True,
+    "rules": None, "memory": None, "check": False, "progress": True,
 }  # fmt: skip
 
 
@@ -223,9 +226,8 @@ def _fill_by_name(
     named = _NAMED | options
 
     def arguments() -> dict[str, Any]:
-        direct = {name: named[name] for name in ("optimizer", "budget", "dtype", "progress")}
-        rules, memory = named["rules"], named["memory"]
-        return direct | _options_in(function, state, named["dtype"], rules, memory)
+        names = ("rules", "memory", "optimizer", "budget", "dtype", "check", "progress")
+        return _arguments_in(function, state, **{name: named[name] for name in names})
 
     reports = _fill(model, state, replace(full_options, consume=named["consume"]), arguments)
     for report in reports if named["on_report"] else ():
@@ -300,6 +302,9 @@ def _goals_of(
         )
         consumed = full if options.consume and isinstance(full, MutableMapping) else None
         return [goal_of_memory(model, ranks, choose, consumed)]
+    if arguments["check"] and uneven:
+        what = "check=True is not supported if non-persistent buffers differ between ranks"
+        raise refusal("UNSUPPORTED", what)
     first = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
     return [*first, goal_of_source(model, ranks, full, recipe_arguments(arguments), ())]
 

@@ -74,9 +74,10 @@ def load(
     """
 
     def arguments() -> dict[str, Any]:
-        named = {"optimizer": optimizer, "budget": budget, "dtype": dtype}
-        named |= {"check": check, "progress": progress}
-        return named | arguments_in("load", rules, memory)
+        return arguments_in(
+            "load", rules, memory,
+            optimizer=optimizer, budget=budget, dtype=dtype, check=check, progress=progress,
+        )  # fmt: skip
 
     return load_by(arguments, model, source)
 
@@ -85,12 +86,20 @@ HOLDING = ("strategy", "staging", "ledger", "fork")
 """The fields of `MemoryPolicy` that act in a load."""
 
 
+_DIRECT = {"optimizer": None, "budget": None, "dtype": None, "check": False, "progress": True}
+"""The keywords of `load` besides its options, with their defaults."""
+
+
 def arguments_in(
-    function: str, rules: Any, memory: Any, ruling: Collection[str] | None = None
+    function: str,
+    rules: Any = None,
+    memory: Any = None,
+    ruling: Collection[str] | None = None,
+    **direct: Any,
 ) -> dict[str, Any]:
-    """The arguments of `load_by` in `rules` and `memory`, of which those in `ruling` and `HOLDING`
-    act in `function`; others have their defaults."""
-    named = read_options(function, LoadRules, None)
+    """All arguments of `load_by`: those in `rules` and `memory`, of which those in `ruling` and
+    `HOLDING` act in `function`; `direct`; and the defaults of others."""
+    named = _DIRECT | direct | read_options(function, LoadRules, None)
     named |= read_options(function, LoadRules, rules, ruling)
     return named | read_options(function, MemoryPolicy, memory, HOLDING)
 

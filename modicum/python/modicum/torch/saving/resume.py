@@ -96,15 +96,15 @@ def resume(
     """
 
     def arguments() -> dict[str, Any]:
-        named = {"budget": budget, "dtype": dtype, "progress": progress, "check": False}
-        return named | arguments_in("resume", rules, memory, _RULING)
+        direct = {"budget": budget, "dtype": dtype, "progress": progress}
+        return arguments_in("resume", rules, memory, _RULING, **direct)
 
     return resume_by(arguments, model, run, optimizer)
 
 
 _RULING = ("keep_fp32", "missing", "unexpected", "key_mapping", "recipe", "buffers")
 """The fields of `LoadRules` that act in a resume."""
-_DEFAULTS: dict[str, Any] = {"optimizer": None, "dtype": None} | arguments_in("resume", None, None)
+_DEFAULTS = arguments_in("resume")
 
 
 def resume_by(
