@@ -9,7 +9,6 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <regex>
 #include <set>
 #include <string>
@@ -28,20 +27,6 @@ const std::vector<std::string> kVerbs = {"inspect", "synth",  "plan",   "load", 
                                          "step",    "doctor", "watch"};
 const std::vector<std::string> kStrategies = {"own-shard", "node-reader", "replica-striped",
                                               "rank0-broadcast", "full-per-rank"};
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
-
-bool has(const std::string& text, std::string_view part) {
-  return text.find(part) != std::string::npos;
-}
 
 // The flags of a verb that take a value, from its help.
 std::vector<std::string> flags_with_values(const std::string& help) {

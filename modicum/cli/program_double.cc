@@ -41,6 +41,20 @@ const Document& Document::operator[](const std::string& key) const {
   return found->second;
 }
 
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
+
+bool has(const std::string& text, std::string_view part) {
+  return text.find(part) != std::string::npos;
+}
+
 RunResult ThreadedProgram::run(const std::vector<std::string>& words) const {
   RunResult ended;
   const auto print = [&](std::string_view text) { ended.out += text; };

@@ -52,6 +52,9 @@ struct RunResult {
   Document error() const { return json()["error"]; }
 };
 
+std::vector<std::string> lines_of(const std::string& text);
+bool has(const std::string& text, std::string_view part);
+
 class ThreadedProgram {
  public:
   explicit ThreadedProgram(FileSystem& files) : files_(files) {}
