@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 from modicum.torch.optim import in_flight
+from modicum.torch.saving.sigterm import require_default_sigterm
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -81,13 +81,7 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     Raises:
         UsageError: the program handles SIGTERM itself, or this is not the main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise refusal("USAGE", "save_on_sigterm: only the main thread can hold SIGTERM")
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        what = (
-            "save_on_sigterm: the program handles SIGTERM itself, and its handler is not replaced"
-        )
-        raise refusal("USAGE", what, expected="signal.SIG_DFL")
+    require_default_sigterm("save_on_sigterm")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise refusal("USAGE", "every", expected="an integer from 1", got=repr(every))
     preemption = Preemption(save, every)

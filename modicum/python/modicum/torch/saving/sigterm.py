@@ -34,6 +34,16 @@ MEASURED_S = 2.0
 the second half of the grace the rate counts from the first piece on."""
 
 
+def require_default_sigterm(argument: str) -> None:
+    """Raises `UsageError`, which begins with `argument`, if the program has a handler of SIGTERM,
+    or if this is not the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise refusal("USAGE", f"{argument}: only the main thread can hold SIGTERM")
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        what = f"{argument}: the program handles SIGTERM itself, and its handler is not replaced"
+        raise refusal("USAGE", what, expected="signal.SIG_DFL")
+
+
 class Sigterm:
     """SIGTERM of this process during one save.
 
@@ -70,11 +80,7 @@ class Sigterm:
         if not is_number or not self.grace_s > 0:
             expected = "seconds, more than 0, or None"
             raise refusal("USAGE", "grace", expected=expected, got=repr(self.grace_s))
-        if threading.current_thread() is not threading.main_thread():
-            raise refusal("USAGE", "grace: only the main thread can hold SIGTERM")
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            what = "grace: the program handles SIGTERM itself, and its handler is not replaced"
-            raise refusal("USAGE", what, expected="signal.SIG_DFL")
+        require_default_sigterm("grace")
         self._holds = True
         signal.signal(signal.SIGTERM, self._note)
 
