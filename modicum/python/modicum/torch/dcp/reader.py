@@ -6,6 +6,7 @@ torch.distributed.checkpoint.load(state, storage_reader=reader)
 model.load_state_dict(state, assign=True)
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,18 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from modicum.options import MemoryPolicy, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.torch.dcp.readers import FilesReader, Source, StateDictReader, is_written
-from modicum.torch.dcp.reading import PathReader
 
 _RULING = ("missing", "unexpected", "key_mapping", "recipe", "buffers")
 
 
-class ModicumReader(PathReader):
+class ModicumReader(StorageReader):
     """The `storage_reader` of `torch.distributed.checkpoint.load`, for Hugging Face files and for
     checkpoints that `ModicumWriter` has written (torch 2.13).
 
@@ -95,6 +96,16 @@ class ModicumReader(PathReader):
 
     # ---- the interface of StorageReader
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether `checkpoint_id` is a path."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
     def reset(self, checkpoint_id: Source | None = None) -> None:
         """Opens another checkpoint for the same model and rules."""
         if checkpoint_id is not None:
@@ -115,7 +126,10 @@ class ModicumReader(PathReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan, and compares values of a saved checkpoint with its
         record."""
-        return self._reader.read_data(plan, planner)
+        self._reader.read_data(plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _is_saved(source: Source) -> bool:

@@ -1,10 +1,11 @@
-"""The readers of which `ModicumReader` is one: of Hugging Face files, and of checkpoints that
-`ModicumWriter` has written."""
+"""What `ModicumReader` reads by: a reader of Hugging Face files, or one of checkpoints that
+`ModicumWriter` has written. Both have its methods for metadata, plans and data."""
 
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from modicum import _modicum
 from modicum.errors import Error, failure, refusal
@@ -30,7 +30,6 @@ from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import EmptiedMemory
 from modicum.torch.dcp.boxes import Target, boxed, cast_to, check_place, described, described_tensor
-from modicum.torch.dcp.reading import PathReader, done, reading_by
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined
@@ -62,7 +61,7 @@ class _Place:
     sharding: Sharding | None  # None: the tensor gets the complete result of the node
 
 
-class FilesReader(PathReader):
+class FilesReader:
     """Reads Hugging Face files.
 
     DCP's plan determines which box (chunk) a rank reads. A strided shard (packed projections; FSDP2
@@ -87,16 +86,8 @@ class FilesReader(PathReader):
         self._caller_recipe = given_recipe(rules["recipe"], self._names)
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self._buffers = rules["buffers"]
-        self.reset(source)
-
-    # ---- the interface of StorageReader
-
-    def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Opens another checkpoint for the same model and recipe."""
-        if checkpoint_id is None:
-            return
-        self.checkpoint_id = checkpoint_id
-        self._checkpoint = _modicum.open_checkpoint(checkpoint_id)
+        self.checkpoint_id = source
+        self._checkpoint = _modicum.open_checkpoint(source)
         if _rank() == 0:
             for warning in self._checkpoint.warnings:
                 warnings.warn(f"modicum: {warning}", stacklevel=2)
@@ -109,23 +100,28 @@ class FilesReader(PathReader):
         self._used_recipe = recipe
         self._targets = self._targets_of(recipe)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    # ---- the methods of ModicumReader
+
+    def read_metadata(self) -> Metadata:
         """One chunk per tensor: the whole tensor."""
         return Metadata({name: described(target) for name, target in self._targets.items()})
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, unchanged."""
+        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans, with the number of ranks that read."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Reads all items of this rank's plan in one pass over the files. Values of a step are
         compared with its record."""
-        with reading_by(plan.storage_data) as ranks:
+        with _reading_by(plan.storage_data) as ranks:
             self._read(plan, planner)
             if ranks is not None:
                 compared_by_all(self._checkpoint, self._compared, ranks)
         self._remember({canonical(name) for name in getattr(planner, "state_dict", {})})
-        return done()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         self._compared = ""
@@ -277,7 +273,7 @@ class _State(_Part):
         }
 
 
-class StateDictReader(PathReader):
+class StateDictReader:
     """Reads a checkpoint that `ModicumWriter` has written."""
 
     def __init__(
@@ -293,13 +289,7 @@ class StateDictReader(PathReader):
         `rules` has the defaults."""
         self._model = model
         self._options: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
-        self.reset(root)
-
-    def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Opens another step for the same model."""
-        if checkpoint_id is None:
-            return
-        self._open(Path(checkpoint_id))
+        self._open(Path(root))
 
     def _open(self, root: Path) -> None:
         """Opens a step, or the newest one of a root. If another process removes it meanwhile,
@@ -347,7 +337,7 @@ class StateDictReader(PathReader):
         part.parameters = {canonical(name): parameter for name, parameter in named}
         return part
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """One chunk per tensor: the whole tensor."""
         found: dict[str, Any] = {}
         for part in self._parts:
@@ -367,18 +357,17 @@ class StateDictReader(PathReader):
         decided = (*plans[0].storage_data, len(plans))
         return [replace(plan, storage_data=decided) for plan in plans]
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Reads all items of this rank's plan, in one pass over the model's files and one over the
         state's files, and compares their values with the step's record. All ranks read the
         coordinator's step."""
         *decided, participants = plan.storage_data or (*self._opened, None)
-        with reading_by(participants) as ranks:
+        with _reading_by(participants) as ranks:
             self._follow(*decided)
             self._read(plan, planner)
             for part, folder in zip(self._parts, ("", "optimizer/"), strict=False):
                 if ranks is not None:
                     compared_by_all(part._checkpoint, part._compared, ranks, folder)
-        return done()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         left = {(item.dest_index, item.storage_index): item for item in plan.items}
@@ -417,6 +406,19 @@ class StateDictReader(PathReader):
         tensor = planner.resolve_tensor(item).detach()
         tensor.copy_(value)
         planner.commit_tensor(item, tensor)
+
+
+@contextmanager
+def _reading_by(participants: int | None) -> Iterator[Ranks | None]:
+    """A context in which the ranks of a `torch.distributed.checkpoint.load` read; if one raises,
+    all do. The ranks, for `compared_by_all`, if `participants`, the number of ranks that read, are
+    all of the world; else None."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1 or participants != size:
+        yield None
+        return
+    with Ranks.of_world().together() as ranks:
+        yield ranks
 
 
 def _rank() -> int:
