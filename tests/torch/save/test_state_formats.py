@@ -60,6 +60,16 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(value, other[name]) if is_tensor else value == other[name], name
 
 
+def save_after(steps: int, model: Any, optimizer: Any, directory: Path, **named: Any) -> None:
+    """Makes steps and saves them in `directory`/run. The source is a file of the stepped values."""
+    step(model, optimizer, steps)
+    source = directory / "model.safetensors"
+    save_file(model.state_dict(), source)
+    options = front.SaveOptions(source=source)
+    run = directory / "run"
+    front.save(model, run, step=steps, optimizer=optimizer, options=options, **named)
+
+
 def adamw(model: Any, state_format: str) -> Any:
     return front.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format, seed=5)
 
@@ -68,17 +78,7 @@ def adamw(model: Any, state_format: str) -> Any:
 def test_each_format_goes_on_in_every_other(modicum: Path, tmp_path: Path, before: str) -> None:
     model = Net()
     optimizer = adamw(model, before)
-    step(model, optimizer, 3)
-    source = tmp_path / "model.safetensors"
-    save_file(model.state_dict(), source)
-    front.save(
-        model,
-        tmp_path / "run",
-        step=3,
-        optimizer=optimizer,
-        options=front.SaveOptions(source=source),
-        extra={"epoch": 2},
-    )
+    save_after(3, model, optimizer, tmp_path, extra={"epoch": 2})
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for after in FORMATS:
         model.load_state_dict(saved)
@@ -143,16 +143,7 @@ def test_torchs_state_goes_on_in_every_format(tmp_path: Path, cls: Any) -> None:
     """Moments in the parameters' dtypes, and no masters."""
     model = Net()
     optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
-    step(model, optimizer, 3)
-    source = tmp_path / "model.safetensors"
-    save_file(model.state_dict(), source)
-    front.save(
-        model,
-        tmp_path / "run",
-        step=3,
-        optimizer=optimizer,
-        options=front.SaveOptions(source=source),
-    )
+    save_after(3, model, optimizer, tmp_path)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for after in FORMATS:
         model.load_state_dict(saved)
@@ -174,16 +165,7 @@ def test_torchs_state_goes_on_in_every_format(tmp_path: Path, cls: Any) -> None:
 def test_torchs_state_is_not_converted_by_the_program(modicum: Path, tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step(model, optimizer)
-    source = tmp_path / "model.safetensors"
-    save_file(model.state_dict(), source)
-    front.save(
-        model,
-        tmp_path / "run",
-        step=1,
-        optimizer=optimizer,
-        options=front.SaveOptions(source=source),
-    )
+    save_after(1, model, optimizer, tmp_path)
     words = ("save", tmp_path / "run/step-1", tmp_path / "x", "--step", 1)
     error = failure(modicum, 2, *words, "--optimizer", "adamw:fp32-split")
     assert error["category"] == "UNSUPPORTED" and error["got"] == "torch.AdamW"
