@@ -257,19 +257,17 @@ def test_trls_prepare_fsdp_loads_a_reference_model(one_rank: None) -> None:
     assert not hasattr(utils.prepare_fsdp, "__wrapped__")  # TRL's function is restored
 
 
-# replace_sharding is called twice, as by two calls of from_pretrained.
+# wrap_sharding is called twice, as by two calls of from_pretrained.
 LATER = """
 import sys, trl
 from contextlib import ExitStack
-from modicum.upstream.trl import replace_sharding
+from modicum.upstream.trl import wrap_sharding
 assert "trl.trainer.dpo_trainer" not in sys.modules
-def wrap(original):
-    wrapped = lambda model, accelerator: "loaded"
-    wrapped.__wrapped__ = original
-    return wrapped
+def load(original, model, accelerator):
+    return "loaded"
 with ExitStack() as stack:
     for _ in range(2):
-        replace_sharding(stack, wrap)
+        wrap_sharding(stack, load)
     assert trl.DPOTrainer and trl.GRPOTrainer
     modules = [sys.modules["trl.trainer." + name] for name in ("dpo_trainer", "grpo_trainer")]
     assert all(module.prepare_fsdp(None, None) == "loaded" for module in modules)

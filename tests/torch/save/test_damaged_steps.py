@@ -7,6 +7,7 @@ its number, or the resume; a model whose resume failed is saved; a checkpoint wi
 resumed, or rotated as a whole one; a step that is removed loses its extra.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -396,7 +397,7 @@ def test_a_checkpoint_with_a_changed_value_is_not_chosen(tmp_path: Path, model: 
     one, two = (str(tmp_path / f"checkpoint-{number}") for number in (1, 2))
     flip(max(Path(two).glob("model*.safetensors")))
     choice = Choice()
-    last = choice.finding(transformers.trainer_utils.get_last_checkpoint)
+    last = functools.partial(choice.find, transformers.trainer_utils.get_last_checkpoint)
     for choose in (last, lambda folder: choice._checkpoint_to_resume(True, folder)):
         with pytest.warns(UserWarning, match="checkpoint-2 is skipped: INTEGRITY: the values are"):
             assert choose(str(tmp_path)) == one

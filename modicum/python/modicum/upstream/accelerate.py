@@ -2,26 +2,23 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from modicum.errors import refusal
 from modicum.upstream.known import KnownFacts
-from modicum.upstream.patching import replace
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from modicum.upstream.patching import Wrapper, wrap
 
 
-def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper, place: Wrapper) -> None:
-    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, `Accelerator.prepare_model` by
-    `place`, and `fsdp2_prepare_model(accelerator, model)`, which shards a model, by `shard`."""
+def wrap_prepare(
+    stack: ExitStack, *, prepare: Wrapper, prepare_model: Wrapper, shard: Wrapper
+) -> None:
+    """Until `stack` ends, wraps `Accelerator.prepare`, `Accelerator.prepare_model` and
+    `fsdp2_prepare_model(accelerator, model)`, which shards a model."""
     from accelerate import accelerator
 
-    cls = accelerator.Accelerator
-    replace(stack, cls, "prepare", prepare(cls.prepare))
-    replace(stack, cls, "prepare_model", place(cls.prepare_model))
-    replace(stack, accelerator, "fsdp2_prepare_model", shard(accelerator.fsdp2_prepare_model))
+    wrap(stack, accelerator.Accelerator, {"prepare": prepare, "prepare_model": prepare_model})
+    wrap(stack, accelerator, {"fsdp2_prepare_model": shard})
 
 
 def require_fsdp2_if_set() -> None:

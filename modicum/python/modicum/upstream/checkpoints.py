@@ -14,9 +14,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.upstream.known import KnownFacts
-from modicum.upstream.patching import replace, replace_everywhere
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from modicum.upstream.patching import Wrapper, replace, wrap, wrap_everywhere
 
 TRAINER = "transformers.trainer"
 _NUMBERED = re.compile(r"checkpoint-\d+")
@@ -24,22 +22,18 @@ _DUMMY = "model.safetensors"
 """The file without tensors that transformers writes for an empty state dict."""
 
 
-def replace_functions(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
-    """Until `stack` ends, wraps functions of accelerate's FSDP checkpoints by name, in accelerate
-    and in every module that has imported them, such as transformers' trainer."""
+def wrap_accelerate(
+    stack: ExitStack, methods: Mapping[str, Wrapper], functions: Mapping[str, Wrapper]
+) -> None:
+    """Until `stack` ends, wraps `methods` of `Accelerator` and `functions` of accelerate's FSDP
+    checkpoints by name; these also where other modules, such as transformers' trainer, have
+    imported them."""
+    from accelerate import Accelerator
     from accelerate.utils import fsdp_utils
 
-    for name, wrap in wraps.items():
-        original = vars(fsdp_utils)[name]
-        replace_everywhere(stack, name, original, wrap(original))
-
-
-def replace_methods(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
-    """Until `stack` ends, wraps methods of `Accelerator` by name."""
-    from accelerate import Accelerator
-
-    for name, wrap in wraps.items():
-        replace(stack, Accelerator, name, wrap(vars(Accelerator)[name]))
+    KNOWN.require()
+    wrap(stack, Accelerator, methods)
+    wrap_everywhere(stack, fsdp_utils, functions)
 
 
 def has_trainer() -> bool:
@@ -47,18 +41,15 @@ def has_trainer() -> bool:
     return hasattr(sys.modules.get(TRAINER), "Trainer")
 
 
-def replace_trainer(
+def wrap_trainer(
     stack: ExitStack, methods: Mapping[str, Wrapper], functions: Mapping[str, Wrapper]
 ) -> None:
     """Until `stack` ends, wraps `methods` of Trainer, and `functions` of its module such as those
     that find and remove checkpoints, all by name. Trainer must have been imported."""
     KNOWN_TRAINER.require()
     trainer = sys.modules[TRAINER]
-    for name, wrap in methods.items():
-        replace(stack, trainer.Trainer, name, wrap(vars(trainer.Trainer)[name]))
-    for name, wrap in functions.items():
-        original = vars(trainer)[name]
-        replace_everywhere(stack, name, original, wrap(original))
+    wrap(stack, trainer.Trainer, methods)
+    wrap_everywhere(stack, trainer, functions)
 
 
 def replace_reading_of_state(stack: ExitStack, check: Callable[[Path], None]) -> None:

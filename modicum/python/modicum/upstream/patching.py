@@ -1,9 +1,10 @@
 """Temporary replacements of attributes of other packages; docs/reference/patches.md lists
 them."""
 
+import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -11,6 +12,10 @@ from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
+
+Wrapper = Callable[..., Any]
+"""What a wrapped function calls: `around(original, *args, **kwargs)` gets the original function and
+the arguments of the call, and returns the result."""
 
 
 def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -31,6 +36,28 @@ def replace_everywhere(stack: ExitStack, name: str, original: Any, value: Any) -
             setattr(module, name, original)
 
     stack.callback(put_back)
+
+
+def wrap(stack: ExitStack, owner: Any, wraps: Mapping[str, Wrapper]) -> None:
+    """Until `stack` ends, wraps methods of a class, or functions of a module, by name."""
+    for name, around in wraps.items():
+        replace(stack, owner, name, _wrapped(vars(owner)[name], around))
+
+
+def wrap_everywhere(stack: ExitStack, owner: Any, wraps: Mapping[str, Wrapper]) -> None:
+    """Until `stack` ends, wraps functions of the module `owner` by name, there and in every module
+    that has imported them."""
+    for name, around in wraps.items():
+        original = vars(owner)[name]
+        replace_everywhere(stack, name, original, _wrapped(original, around))
+
+
+def _wrapped(original: Callable[..., Any], around: Wrapper) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapped
 
 
 def after_imports(stack: ExitStack, names: Collection[str], call: Callable[[], Any]) -> None:

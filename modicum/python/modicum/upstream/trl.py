@@ -3,18 +3,14 @@ here only if the program has imported TRL."""
 
 import importlib
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
-from modicum.upstream.patching import replace_everywhere
+from modicum.upstream.patching import Wrapper, wrap_everywhere
 
 _NAME = "prepare_fsdp"
 
 
-def replace_sharding(
-    stack: ExitStack, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
+def wrap_sharding(stack: ExitStack, around: Wrapper) -> None:
     """Until `stack` ends, wraps `prepare_fsdp(model, accelerator)` in all modules of TRL, including
     those that are imported later. Does nothing if the program has not imported TRL. May be called
     repeatedly."""
@@ -27,4 +23,4 @@ def replace_sharding(
         return
     original = vars(utils).get(_NAME)
     if original is not None and not hasattr(original, "__wrapped__"):
-        replace_everywhere(stack, _NAME, original, wrap(original))
+        wrap_everywhere(stack, utils, {_NAME: around})

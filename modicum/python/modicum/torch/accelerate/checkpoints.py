@@ -17,9 +17,8 @@ those that Modicum did not load, those that FSDP2 does not shard, and those with
 be saved alone, such as a PeftModel that trains other tensors, too.
 """
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import nn
 
 from modicum.errors import refusal
 from modicum.torch.accelerate.choice import Choice, require_all_see
+from modicum.torch.accelerate.loads import Loading
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
@@ -43,13 +43,11 @@ from modicum.torch.saving.inside import (
     rotate,
     save_inside,
 )
-from modicum.torch.saving.report import ResumeReport, SaveReport
 from modicum.upstream import checkpoints as upstream
+from modicum.upstream.patching import Wrapper
 from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import unwrapped
-
-Arguments = Mapping[str, Any]
 
 _ADAPTERS = (
     "modicum: this model with adapters is saved by accelerate and PEFT, not by Modicum: {}. "
@@ -82,57 +80,50 @@ class _OpenCheckpoint:
 
 
 class Checkpoints:
-    """Replaces the functions by which a script saves and resumes. `arguments`: returns
-    those of the innermost `loading`; `saved`, `read`: called with the reports."""
+    """Replaces the functions by which a script saves and resumes. The last of `loadings` is the
+    innermost context: it gives the arguments and gets the reports."""
 
-    def __init__(
-        self,
-        arguments: Callable[[], Arguments],
-        saved: Callable[[SaveReport], Any],
-        read: Callable[[ResumeReport], Any],
-    ) -> None:
-        self._arguments, self._saved, self._read = arguments, saved, read
+    def __init__(self, loadings: Sequence[Loading]) -> None:
+        self._loadings = loadings
         self._open: _OpenCheckpoint | None = None
         self._is_left = False  # whether a Trainer is saving whose model is left to it
         self._has_trainer = False
         self._warned: set[str] = set()
         self._choice = Choice()
 
-    def replace(self, stack: ExitStack) -> None:
-        """Replaces Trainer's functions until `stack` ends, once Trainer is imported. May be called
+    def wrap_trainer(self, stack: ExitStack) -> None:
+        """Wraps Trainer's functions until `stack` ends, once Trainer is imported. May be called
         repeatedly."""
         if not upstream.has_trainer() or self._has_trainer:
             return
-        methods = {
-            "_save_checkpoint": self._saving_checkpoint,
-            "save_model": self._saving_trained,
-            "_load_from_checkpoint": self._loading_checkpoint,
-            "train": self._choice.training,
+        methods: dict[str, Wrapper] = {
+            "_save_checkpoint": self._save_checkpoint,
+            "save_model": self._save_trained,
+            "_load_from_checkpoint": self._load_from_checkpoint,
+            "train": self._choice.train,
         }
-        functions = {
-            "rotate_checkpoints": self._rotating,
-            "get_last_checkpoint": self._choice.finding,
+        functions: dict[str, Wrapper] = {
+            "rotate_checkpoints": self._rotate,
+            "get_last_checkpoint": self._choice.find,
         }
-        upstream.replace_trainer(stack, methods, functions)
+        upstream.wrap_trainer(stack, methods, functions)
         upstream.replace_reading_of_state(stack, require_whole)
         self._has_trainer = True
 
-    def replace_accelerate(self, stack: ExitStack) -> None:
-        """Replaces accelerate's functions until `stack` ends."""
-        functions = {
-            "save_fsdp_model": self._keeping_model,
-            "save_fsdp_optimizer": self._keeping_optimizer,
-            "load_fsdp_model": self._loading_model,
-            "load_fsdp_optimizer": self._loading_optimizer,
+    def wrap_accelerate(self, stack: ExitStack) -> None:
+        """Wraps accelerate's functions until `stack` ends."""
+        methods: dict[str, Wrapper] = {
+            "save_state": self._save_state,
+            "load_state": self._load_state,
+            "save_model": self._save_model,
         }
-        methods = {
-            "save_state": self._saving_state,
-            "load_state": self._loading_state,
-            "save_model": self._saving_model,
+        functions: dict[str, Wrapper] = {
+            "save_fsdp_model": self._note_model,
+            "save_fsdp_optimizer": self._note_optimizer,
+            "load_fsdp_model": self._load_model,
+            "load_fsdp_optimizer": self._load_optimizer,
         }
-        upstream.KNOWN.require()
-        upstream.replace_functions(stack, functions)
-        upstream.replace_methods(stack, methods)
+        upstream.wrap_accelerate(stack, methods, functions)
 
     # ---- a checkpoint
 
@@ -170,7 +161,7 @@ class Checkpoints:
 
     def _save(self, checkpoint: _OpenCheckpoint, ranks: Ranks) -> None:
         """Saves the models. The first one is saved last: its COMMIT commits the whole directory."""
-        options = {**self._arguments(), "shard_size": checkpoint.shard_size}
+        options = {**self._loadings[-1]._arguments, "shard_size": checkpoint.shard_size}
         for kept in reversed([*checkpoint.kept.values()]):
             if kept.model is None:
                 what = "save_state() or Trainer left out the model of this checkpoint"
@@ -178,7 +169,8 @@ class Checkpoints:
             if ranks.rank == 0 and not checkpoint.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
             options["adapters"] = upstream.has_adapters(kept.model)
-            self._saved(save_inside(kept.model, kept.flight, kept.optimizer, options, ranks))
+            report = save_inside(kept.model, kept.flight, kept.optimizer, options, ranks)
+            self._loadings[-1].saves.append(report)
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
         """Decides whether Modicum saves the model. It does if it has loaded it, if no Trainer saves
@@ -214,28 +206,20 @@ class Checkpoints:
 
     # ---- functions of accelerate
 
-    def _keeping_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-            arguments = upstream.arguments(original, args, kwargs)
-            if not self._decide(arguments["accelerator"], arguments["model"]):
-                return original(*args, **kwargs)
-            with self._noted(Path(arguments["output_dir"]), arguments["model_index"]) as kept:
-                kept.model = upstream.bare(arguments["model"])
+    def _note_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = upstream.arguments(original, args, kwargs)
+        if not self._decide(arguments["accelerator"], arguments["model"]):
+            return original(*args, **kwargs)
+        with self._noted(Path(arguments["output_dir"]), arguments["model_index"]) as kept:
+            kept.model = upstream.bare(arguments["model"])
 
-        return save_fsdp_model
-
-    def _keeping_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-            arguments = upstream.arguments(original, args, kwargs)
-            if not self._decide(arguments["accelerator"], arguments["model"]):
-                return original(*args, **kwargs)
-            with self._noted(Path(arguments["output_dir"]), arguments["optimizer_index"]) as kept:
-                kept.model = upstream.bare(arguments["model"])
-                kept.optimizer = unwrapped(arguments["optimizer"])
-
-        return save_fsdp_optimizer
+    def _note_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = upstream.arguments(original, args, kwargs)
+        if not self._decide(arguments["accelerator"], arguments["model"]):
+            return original(*args, **kwargs)
+        with self._noted(Path(arguments["output_dir"]), arguments["optimizer_index"]) as kept:
+            kept.model = upstream.bare(arguments["model"])
+            kept.optimizer = unwrapped(arguments["optimizer"])
 
     @contextmanager
     def _noted(self, directory: Path, index: int) -> Iterator[_ModelToSave]:
@@ -247,172 +231,160 @@ class Checkpoints:
         with self._opened(directory, index) as checkpoint:
             yield checkpoint.kept[index]
 
-    def _loading_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_fsdp_model(*args: Any, **kwargs: Any) -> Any:
-            arguments = upstream.arguments(original, args, kwargs)
-            directory = _step_of(Path(arguments["input_dir"]), arguments["model_index"])
-            if directory is None:
-                return original(*args, **kwargs)
-            self._load(
-                arguments["accelerator"], arguments["model"], directory, arguments["model_index"]
-            )
-            return upstream.nothing_amiss()
-
-        return load_fsdp_model
+    def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = upstream.arguments(original, args, kwargs)
+        directory = _step_of(Path(arguments["input_dir"]), arguments["model_index"])
+        if directory is None:
+            return original(*args, **kwargs)
+        self._load(
+            arguments["accelerator"], arguments["model"], directory, arguments["model_index"]
+        )
+        return upstream.nothing_amiss()
 
     def _load(self, accelerator: Any, model: Any, step: Path, index: int = 0) -> None:
         _require_fsdp2(accelerator, step)
         directory, is_first = step.parent if index else step, accelerator.is_main_process
         self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
-        arguments = {name: self._arguments()[name] for name in names}
-        self._read(load_inside(upstream.bare(model), step, arguments))
+        innermost = self._loadings[-1]
+        arguments = {name: innermost._arguments[name] for name in names}
+        innermost.reports.append(load_inside(upstream.bare(model), step, arguments).load)
 
-    def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
-            arguments = upstream.arguments(original, args, kwargs)
-            directory = _step_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
-            if directory is None:
-                return original(*args, **kwargs)
-            _require_fsdp2(arguments["accelerator"], directory)
-            model, optimizer = upstream.bare(arguments["model"]), unwrapped(arguments["optimizer"])
-            return load_state_inside(model, optimizer, directory, self._arguments()["ledger"])
-
-        return load_fsdp_optimizer
+    def _load_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = upstream.arguments(original, args, kwargs)
+        directory = _step_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
+        if directory is None:
+            return original(*args, **kwargs)
+        _require_fsdp2(arguments["accelerator"], directory)
+        model, optimizer = upstream.bare(arguments["model"]), unwrapped(arguments["optimizer"])
+        ledger = self._loadings[-1]._arguments["ledger"]
+        return load_state_inside(model, optimizer, directory, ledger)
 
     # ---- methods of Accelerator
 
-    def _saving_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            models = upstream.models_of(accelerator)
-            indices = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
-            chosen = upstream.next_directory(accelerator)
-            directory = chosen or (Path(output_dir) if output_dir is not None else None)
-            if not indices or directory is None:
-                return original(accelerator, output_dir, *args, **kwargs)
-            if chosen:
-                _require_new(chosen)
-            with self._opened(directory, *indices) as checkpoint:
-                with upstream.named_by_caller(accelerator):
-                    result = original(accelerator, str(directory), *args, **kwargs)
-                limit = accelerator.project_configuration.total_limit
-                if chosen and limit is not None and accelerator.is_main_process:
-                    checkpoint.after.append(lambda: _rotate_accelerates(directory, limit))
-            return result
+    def _save_state(
+        self,
+        original: Callable[..., Any],
+        accelerator: Any,
+        output_dir: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        models = upstream.models_of(accelerator)
+        indices = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
+        chosen = upstream.next_directory(accelerator)
+        directory = chosen or (Path(output_dir) if output_dir is not None else None)
+        if not indices or directory is None:
+            return original(accelerator, output_dir, *args, **kwargs)
+        if chosen:
+            _require_new(chosen)
+        with self._opened(directory, *indices) as checkpoint:
+            with upstream.named_by_caller(accelerator):
+                result = original(accelerator, str(directory), *args, **kwargs)
+            limit = accelerator.project_configuration.total_limit
+            if chosen and limit is not None and accelerator.is_main_process:
+                checkpoint.after.append(lambda: _rotate_accelerates(directory, limit))
+        return result
 
-        return save_state
+    def _load_state(
+        self,
+        original: Callable[..., Any],
+        accelerator: Any,
+        input_dir: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        next_one = upstream.next_directory(accelerator)
+        if input_dir is not None:
+            require_all_see(Path(input_dir).expanduser())
+        elif next_one is not None:
+            folder = next_one.parent
+            input_dir = self._choice.choose(lambda: upstream.numbered_directories(folder)[::-1])
+        return original(accelerator, input_dir, *args, **kwargs)
 
-    def _loading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load_state(accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            next_one = upstream.next_directory(accelerator)
-            if input_dir is not None:
-                require_all_see(Path(input_dir).expanduser())
-            elif next_one is not None:
-                folder = next_one.parent
-                input_dir = self._choice.choose(lambda: upstream.numbered_directories(folder)[::-1])
-            return original(accelerator, input_dir, *args, **kwargs)
-
-        return load_state
-
-    def _saving_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_model(
-            accelerator: Any, model: Any, save_directory: Any,
-            max_shard_size: int | str = "10GB", safe_serialization: bool = True,
-        ) -> Any:  # fmt: skip
-            # Of a model with adapters accelerate writes the base model, too; Modicum would not.
-            is_left_alone = upstream.has_adapters(model) or not safe_serialization
-            is_left_alone |= os.path.isfile(save_directory)  # accelerate reports it
-            if is_left_alone or not self._decide(accelerator, model):
-                arguments = (model, save_directory, max_shard_size, safe_serialization)
-                return original(accelerator, *arguments)
-            with self._opened(Path(save_directory), 0) as checkpoint:
-                checkpoint.kept[0].model = upstream.bare(model)
-                checkpoint.shard_size = max_shard_size
-            return None
-
-        return save_model
+    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = upstream.arguments(original, args, kwargs)
+        model, directory = arguments["model"], arguments["save_directory"]
+        # Of a model with adapters accelerate writes the base model, too; Modicum would not.
+        is_left = upstream.has_adapters(model) or not arguments["safe_serialization"]
+        is_left |= os.path.isfile(directory)  # accelerate reports it
+        if is_left or not self._decide(arguments["self"], model):
+            return original(*args, **kwargs)
+        with self._opened(Path(directory), 0) as checkpoint:
+            checkpoint.kept[0].model = upstream.bare(model)
+            checkpoint.shard_size = arguments["max_shard_size"]
+        return None
 
     # ---- methods and functions of Trainer
 
-    def _saving_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _save_checkpoint(trainer: Any, model: Any, trial: Any, *args: Any) -> Any:
-            if not self._decide_for(trainer):
-                self._is_left, outer = True, self._is_left
-                try:
-                    return original(trainer, model, trial, *args)
-                finally:
-                    self._is_left = outer
-            with self._opened(upstream.checkpoint_of(trainer, trial), 0) as checkpoint:
-                with ExitStack() as stack:
-                    upstream.replace_push(stack, trainer, checkpoint.after.append)
-                    return original(trainer, model, trial, *args)
+    def _save_checkpoint(
+        self, original: Callable[..., Any], trainer: Any, model: Any, trial: Any, *args: Any
+    ) -> Any:
+        if not self._decide_for(trainer):
+            self._is_left, outer = True, self._is_left
+            try:
+                return original(trainer, model, trial, *args)
+            finally:
+                self._is_left = outer
+        with self._opened(upstream.checkpoint_of(trainer, trial), 0) as checkpoint:
+            with ExitStack() as stack:
+                upstream.replace_push(stack, trainer, checkpoint.after.append)
+                return original(trainer, model, trial, *args)
 
-        return _save_checkpoint
-
-    def _saving_trained(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_model(trainer: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-            if not self._decide_for(trainer):
-                return original(trainer, output_dir, _internal_call)
-            directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
-            with self._noted(directory, 0) as kept:
-                assert self._open is not None
-                self._open.has_config = True
-                kept.model = upstream.bare(trainer.model)
-                upstream.save_companions(trainer, directory)
-            if trainer.args.push_to_hub and not _internal_call:
-                upstream.push_model(trainer)
-            return None
-
-        return save_model
+    def _save_trained(
+        self,
+        original: Callable[..., Any],
+        trainer: Any,
+        output_dir: Any = None,
+        _internal_call: bool = False,
+    ) -> Any:
+        if not self._decide_for(trainer):
+            return original(trainer, output_dir, _internal_call)
+        directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
+        with self._noted(directory, 0) as kept:
+            assert self._open is not None
+            self._open.has_config = True
+            kept.model = upstream.bare(trainer.model)
+            upstream.save_companions(trainer, directory)
+        if trainer.args.push_to_hub and not _internal_call:
+            upstream.push_model(trainer)
+        return None
 
     def _decide_for(self, trainer: Any) -> bool:
         """Decides whether Modicum saves the trainer's model, as `_decide`."""
         is_ours = self._decide(trainer.accelerator, trainer.model)
         return is_ours and upstream.saves_as_usual(trainer)
 
-    def _loading_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _load_from_checkpoint(
-            trainer: Any, resume_from_checkpoint: Any, model: Any = None
-        ) -> Any:
-            directory = _step_of(Path(resume_from_checkpoint), 0)
-            if directory is None or not trainer.is_fsdp_enabled:
-                return original(trainer, resume_from_checkpoint, model)
-            resumed = trainer.model if model is None else model
-            return self._load(trainer.accelerator, resumed, directory)
+    def _load_from_checkpoint(
+        self,
+        original: Callable[..., Any],
+        trainer: Any,
+        resume_from_checkpoint: Any,
+        model: Any = None,
+    ) -> Any:
+        directory = _step_of(Path(resume_from_checkpoint), 0)
+        if directory is None or not trainer.is_fsdp_enabled:
+            return original(trainer, resume_from_checkpoint, model)
+        resumed = trainer.model if model is None else model
+        return self._load(trainer.accelerator, resumed, directory)
 
-        return _load_from_checkpoint
+    def _rotate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        arguments = upstream.arguments(original, args, kwargs)
+        folder, limit = arguments["output_dir"], arguments["save_total_limit"]
+        best = arguments["best_model_checkpoint"]
+        saved = "" if self._open is None else self._open.directory.name
 
-    def _rotating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def rotate_checkpoints(
-            output_dir: Any, save_total_limit: int | None = None, best_model_checkpoint: Any = None,
-            use_mtime: bool = False, checkpoint_prefix: str = "checkpoint",
-        ) -> None:  # fmt: skip
-            limit, best = save_total_limit, best_model_checkpoint
-            saved = "" if self._open is None else self._open.directory.name
-
-            def remove_oldest() -> None:
-                found = upstream.sorted_checkpoints(output_dir, checkpoint_prefix)
-                if limit is None or limit <= 0 or not any(map(is_step, found)):
-                    original(output_dir, limit, best, use_mtime, checkpoint_prefix)
-                else:
-                    kept = Path(best) if best else None
-                    rotate(found, limit, kept, Path(output_dir), saved)
-
-            if self._open is not None:
-                self._open.after.append(remove_oldest)
+        def remove_oldest() -> None:
+            found = upstream.sorted_checkpoints(folder, arguments["checkpoint_prefix"])
+            if limit is None or limit <= 0 or not any(map(is_step, found)):
+                original(*args, **kwargs)
             else:
-                remove_oldest()
+                rotate(found, limit, Path(best) if best else None, Path(folder), saved)
 
-        return rotate_checkpoints
+        if self._open is not None:
+            self._open.after.append(remove_oldest)
+        else:
+            remove_oldest()
 
 
 def _step_of(directory: Path, index: int) -> Path | None:

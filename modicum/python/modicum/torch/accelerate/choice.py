@@ -18,35 +18,34 @@ from modicum.upstream import checkpoints as upstream
 
 
 class Choice:
-    """Replaces the functions by which Trainer finds a checkpoint."""
+    """What the functions by which Trainer finds a checkpoint call instead."""
 
     def __init__(self) -> None:
         self._found: set[str] = set()  # what get_last_checkpoint has returned
 
-    def finding(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_last_checkpoint(folder: Any) -> Any:
-            if original(folder) is None:
-                return None
-            found = functools.partial(upstream.newest_first, folder)
-            if not dist.is_initialized() or dist.get_world_size() == 1:
-                return self.choose(found)
-            # A script may call this on one rank alone. `train` compares the values.
-            last = next(filter(_usable_or_warn, found()), None)
-            self._found |= {last} if last else set()
-            return last
+    def find(self, original: Callable[..., Any], folder: Any) -> Any:
+        """In place of `get_last_checkpoint`."""
+        if original(folder) is None:
+            return None
+        found = functools.partial(upstream.newest_first, folder)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.choose(found)
+        # A script may call this on one rank alone. `train` compares the values.
+        last = next(filter(_usable_or_warn, found()), None)
+        self._found |= {last} if last else set()
+        return last
 
-        return get_last_checkpoint
-
-    def training(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train(
-            trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            chosen = self._checkpoint_to_resume(resume_from_checkpoint, trainer.args.output_dir)
-            return original(trainer, chosen, *args, **kwargs)
-
-        return train
+    def train(
+        self,
+        original: Callable[..., Any],
+        trainer: Any,
+        resume_from_checkpoint: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Around `Trainer.train`."""
+        chosen = self._checkpoint_to_resume(resume_from_checkpoint, trainer.args.output_dir)
+        return original(trainer, chosen, *args, **kwargs)
 
     def _checkpoint_to_resume(self, asked: Any, folder: str) -> Any:
         """The checkpoint that all ranks resume from. Instead of True, and of a damaged one that
