@@ -4,12 +4,13 @@ Only functions import transformers and torch: `is_pretrained` is also called if 
 installed.
 """
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_origin
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
@@ -203,14 +204,9 @@ def _nothing_loaded() -> Any:
         def to_dict(self) -> Any:
             raise refusal("UNSUPPORTED", _UNSUPPORTED_ARGUMENT, got="output_loading_info")
 
-    return Info(
-        missing_keys=set(),
-        unexpected_keys=set(),
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
-    )
+    # Each field is an empty collection; transformers 5.23 has one more than 5.3.
+    fields = {field.name: get_origin(field.type)() for field in dataclasses.fields(Info)}
+    return Info(**fields)
 
 
 def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any) -> None:
