@@ -62,7 +62,7 @@ def calls(model: Path, root: Path, layout: str) -> int:
 
 
 def measure(model: Path, root: Path) -> dict[str, list[float]]:
-    """By layout, the seconds of each round until the saved step was durable."""
+    """By layout, the seconds of each round until the checkpoint was durable."""
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(ROUNDS):
         for layout, of in seconds.items():

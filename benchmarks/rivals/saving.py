@@ -294,7 +294,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.say("loaded", seconds=seconds, written=written, elements=elements, **facts)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []
-    if saver.is_durable and not any(out.rglob("COMMIT")):  # Modicum's mark of a complete step
+    if saver.is_durable and not any(out.rglob("COMMIT")):  # Modicum's mark of a complete checkpoint
         wrong.append("COMMIT")
     dist.barrier()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -61,9 +61,10 @@ enum class Record : uint8_t { compared, ignored };
 // On failure throws FORMAT.*, INDEX.*, CONFLICT or IO, with the file and, if a tensor is at fault,
 // the tensor.
 //
-// If the files are those of a step, or of the optimizer's state of a step, compares all headers and
-// texts of the step (without kExtraDirectory) with its record, and puts the digests of values into
-// Manifest::recorded. Then also throws the errors of open_step, and INTEGRITY.
+// If the files are those of a checkpoint, or of the optimizer's state of a checkpoint, compares all
+// headers and texts of the checkpoint (without kExtraDirectory) with its record, and puts the
+// digests of values into Manifest::recorded. Then also throws the errors of open_step, and
+// INTEGRITY.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
                            Record record = Record::compared);
 
@@ -112,7 +113,7 @@ std::string output_header(const Manifest& manifest, uint32_t file);
 std::string output_index(const Manifest& manifest);
 // The names of the files in the checkpoint's directory that are not weights but have the ending of
 // a config, a tokenizer, a template or custom code: .json, .txt, .model, .py, .jinja, .tiktoken,
-// .spm. Indexes, a step's manifest.json and names that begin with a dot are left out.
+// .spm. Indexes, a checkpoint's manifest.json and names that begin with a dot are left out.
 std::vector<std::string> companion_files(const Checkpoint& checkpoint);
 // What config.json must say about a saved checkpoint whose dtypes differ from the source's.
 struct NewForm {

@@ -1,9 +1,9 @@
 // Parses a checkpoint's files and the records of a saved checkpoint. The first
 // byte of the input says which:
 //
-//   f  a safetensors file          m  manifest.json of a step
-//   h  a header of such a file     s  state.json of a step
-//   i  an index of two files       k  COMMIT of a step
+//   f  a safetensors file          m  manifest.json of a checkpoint
+//   h  a header of such a file     s  state.json of a checkpoint
+//   i  an index of two files       k  COMMIT of a checkpoint
 //   c  config.json, next to a      j  the journal of a conversion
 //      valid file
 //

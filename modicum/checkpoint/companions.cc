@@ -97,7 +97,7 @@ std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
     const bool has_ending = std::any_of(kEndings.begin(), kEndings.end(),
                                         [&](std::string_view end) { return name.ends_with(end); });
     if (!has_ending || name.front() == '.' || name.ends_with(".index.json")) continue;
-    if (name == "manifest.json") continue;  // the record of a saved step
+    if (name == "manifest.json") continue;  // the record of a saved checkpoint
     if (!checkpoint.files->is_directory(join_path(checkpoint.directory, name))) {
       names.push_back(name);
     }

@@ -78,7 +78,7 @@ TEST(CopyCompanions, CopiesInSmallBlocks) {
   }
 }
 
-// Catches: a name that no manifest.json can hold, so that the step could not be read.
+// Catches: a name that no manifest.json can hold, so that the checkpoint could not be read.
 TEST(CopyCompanions, LeavesOutANameThatIsNotUtf8) {
   MemoryFileSystem files;
   const Checkpoint source =

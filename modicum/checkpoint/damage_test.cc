@@ -1,6 +1,6 @@
-// Which errors make a resume skip a step, a retention keep it, and a save set it aside. Catches: an
-// IO error that costs a step, or that makes a resume go back to an older one; retention by the
-// lengths of files.
+// Which errors make a resume skip a checkpoint, a retention keep it, and a save set it aside.
+// Catches: an IO error that costs a checkpoint, or that makes a resume go back to an older one;
+// retention by the lengths of files.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ const std::string kRoot = "/root";
 
 using FileNames = std::vector<std::string>;
 
-// Saves a step with `data_files` further files.
+// Saves a checkpoint with `data_files` further files.
 StepInFlight save_whole(FileSystem& files, int64_t number, int data_files = 0) {
   const StepInFlight step = begin_step(files, kRoot, number, kSaver, true);
   StepRecord record{.step = number, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
@@ -48,7 +48,7 @@ void change(MemoryFileSystem& files, int64_t step, const std::string& file = "co
   files.put(path_of(step, file), text);
 }
 
-// Gives the record of a step, and its COMMIT, a later version.
+// Gives the record of a checkpoint, and its COMMIT, a later version.
 void make_later(MemoryFileSystem& files, int64_t step) {
   std::string manifest = files.get(path_of(step, "manifest.json"));
   const std::string old = digest_of(manifest).hex();
@@ -146,7 +146,7 @@ TEST(Damage, ADirectoryWithTheRecordOfAnotherStepIsSkipped) {
   std::vector<SkippedStep> skipped;
   EXPECT_EQ(newest_step(files, kRoot, skipped).step, 1);
   ASSERT_EQ(skipped.size(), 1U);
-  EXPECT_NE(skipped[0].reason.find("record of another step (expected step-5, got step-2)"),
+  EXPECT_NE(skipped[0].reason.find("record of another checkpoint (expected step-5, got step-2)"),
             std::string::npos)
       << skipped[0].reason;
 }
@@ -183,7 +183,7 @@ TEST(Damage, NewestStepGoesOnBelowTheSkippedOnes) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::uncommitted);
-    EXPECT_EQ(error.what_happened(), "none of 2 step(s) is intact; step-3: INTEGRITY: its values");
+    EXPECT_EQ(error.what_happened(), "none of 2 checkpoint(s) is intact; step-3: INTEGRITY: its values");
   }
 }
 
@@ -197,8 +197,8 @@ TEST(Damage, RetentionComparesHeadersAndTexts) {
   EXPECT_EQ(steps_in(files), (FileNames{"step-1", "step-2", "step-3"}));
 }
 
-// Of steps 1 to 5 step 4 is damaged, and 5 has just been saved with keep 2: 1 and 2 must go. A
-// call fails in turn. Whatever is removed must be one of these two.
+// Of steps 1 to 5 the checkpoint of step 4 is damaged, and 5 has just been saved with keep 2: 1 and
+// 2 must go. A call fails in turn. Whatever is removed must be one of these two.
 TEST(Damage, AnErrorDuringRetentionCostsNoStep) {
   int64_t fail_at = 1;
   for (;; ++fail_at) {
@@ -213,7 +213,8 @@ TEST(Damage, AnErrorDuringRetentionCostsNoStep) {
     }
     if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
     const std::string what = files.calls()[static_cast<size_t>(fail_at) - 1].what;
-    if (what == "sync_directory" || what == "remove_tree") continue;  // the step is trash by then
+    if (what == "sync_directory" || what == "remove_tree")
+      continue;  // the checkpoint is trash by then
     EXPECT_NE(warning.find("IO: "), std::string::npos) << fail_at << ": " << warning;
   }
   EXPECT_GT(fail_at, 40);
@@ -249,7 +250,7 @@ TEST(Damage, AStepThatStaysDoesNotEndRetention) {
   EXPECT_EQ(renames, 3);
   RecordingFileSystem files(under, fail_at);
   const std::string warning = keep_newest(files, step, 1).value_or("");
-  EXPECT_EQ(warning.find("old steps could not be removed: step-3: IO"), 0U) << warning;
+  EXPECT_EQ(warning.find("old checkpoints could not be removed: step-3: IO"), 0U) << warning;
   EXPECT_EQ(steps_in(under), (FileNames{"step-3", "step-4"}));
 }
 
@@ -262,7 +263,7 @@ int64_t opens(const RecordingFileSystem& files, std::string_view name) {
 }
 
 // Ten steps with 163 data files each. Catches: a retention that opens every step, or a file twice;
-// a save that opens steps although it removes none.
+// a save that opens checkpoints although it removes none.
 TEST(Damage, RetentionOpensFewFiles) {
   constexpr int kDataFiles = 163, kSteps = 10;
   constexpr size_t kKeep = 5;
@@ -278,13 +279,13 @@ TEST(Damage, RetentionOpensFewFiles) {
   EXPECT_EQ(opens(files, "manifest.json"), others);
   EXPECT_EQ(opens(files, "config.json"), others);
   EXPECT_EQ(opens(files, "data-7.safetensors"), others);
-  // COMMIT of each removed step, and each time that of the step just saved.
+  // COMMIT of each removed checkpoint, and each time that of the checkpoint just saved.
   EXPECT_EQ(opens(files, "COMMIT"), others + 2 * removed);
   EXPECT_EQ(opens(files, ""), others * (kDataFiles + 3) + 2 * removed);
   EXPECT_EQ(steps_in(under).size(), kKeep);
 }
 
-// ---- a save of a damaged step's number
+// ---- a save of a damaged checkpoint's number
 
 TEST(Damage, ADamagedStepIsSetAside) {
   MemoryFileSystem files;
@@ -311,7 +312,8 @@ TEST(Damage, ADamagedStepIsSetAside) {
   }
 }
 
-// Catches: two saves that find a damaged step, of which the second renames the step of the first.
+// Catches: two saves that find a damaged checkpoint, of which the second renames the checkpoint of
+// the first.
 TEST(Damage, AStepThatHasBeenReplacedIsNotSetAside) {
   MemoryFileSystem files;
   const auto read = save_whole(files, 7).uuid;
@@ -324,7 +326,7 @@ TEST(Damage, AStepThatHasBeenReplacedIsNotSetAside) {
   EXPECT_EQ(check_step(files, kRoot + "/step-7").record.uuid, newer);
 }
 
-// ---- a step inside another program's directory
+// ---- a checkpoint inside another program's directory
 
 TEST(Damage, AStepOfALaterVersionKeepsItsCommit) {
   MemoryFileSystem files;

@@ -12,7 +12,7 @@
 
 namespace modicum {
 
-// A step or the output of a conversion that is visible to readers.
+// A checkpoint or the output of a conversion that is visible to readers.
 struct Publication {
   // Whether it survives a power cut. False where the file system can't sync a directory, or where
   // that failed and the name could not be taken back.

@@ -1,4 +1,4 @@
-// Finds the steps of a root, and sets damaged ones aside.
+// Finds the checkpoints of a root, and sets damaged ones aside.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& fil
   try {
     FoundStep found = check_step(files, path);
     if (found.step == step) return found;
-    fail(Category::integrity, "the directory has the record of another step",
+    fail(Category::integrity, "the directory has the record of another checkpoint",
          {.expected = step_name(step), .got = step_name(found.step)});
   } catch (const Error& error) {
     if (!files.entry(path)) return std::nullopt;
@@ -62,15 +62,15 @@ FoundStep newest_step(FileSystem& files, const std::string& root,
   // The process that has removed one may have saved a newer one before.
   if (steps.was_one_removed) steps = find_steps(files, root, 1, before);
   if (steps.was_one_removed) {
-    fail(Category::io, "steps are removed while they are read", {.file = base_name(root)});
+    fail(Category::io, "checkpoints are removed while they are read", {.file = base_name(root)});
   }
   std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
   if (!steps.found.empty()) return std::move(steps.found.front());
   if (skipped.empty()) {
-    fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
+    fail(Category::uncommitted, "no checkpoint has been saved here", {.file = base_name(root)});
   }
   fail(Category::uncommitted,
-       fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
+       fmt::format("none of {} checkpoint(s) is intact; {}: {}", skipped.size(),
                    step_name(skipped.front().step), skipped.front().reason),
        {.file = base_name(root)});
 }
@@ -110,7 +110,7 @@ DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep da
   files.rename_new(path, to);
   try {
     if (committed_uuid(files, to) != uuid) {
-      fail(Category::conflict, "another process has replaced the damaged step",
+      fail(Category::conflict, "another process has replaced the damaged checkpoint",
            {.file = step_name(damaged.step)});
     }
   } catch (const Error&) {

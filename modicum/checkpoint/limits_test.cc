@@ -1,6 +1,6 @@
 // Records that are too long, of another kind than a regular file, or would be too long once
-// written. Catches: a file that is read before its length is known; a step that is written and then
-// refused by every reader.
+// written. Catches: a file that is read before its length is known; a checkpoint that is written
+// and then refused by every reader.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -58,7 +58,7 @@ TEST_F(LongRecords, ACommitIsDamage) {
   EXPECT_EQ(newest_step(files, root, skipped).step, 1);
   ASSERT_EQ(skipped.size(), 1);
   EXPECT_EQ(skipped[0].step, 9);
-  // A save with retention succeeds, and leaves the damaged step.
+  // A save with retention succeeds, and leaves the damaged checkpoint.
   const StepInFlight step = save(2);
   EXPECT_EQ(keep_newest(files, step, 2), std::nullopt);
   EXPECT_EQ(files.list(root), (std::vector<std::string>{"latest", "step-1", "step-2", "step-9"}));
@@ -93,13 +93,13 @@ TEST_F(LongRecords, OtherKindsOfFilesAreRefusedAtOnce) {
   };
   files.remove(commit);
   ASSERT_EQ(::mkfifo(commit.c_str(), 0600), 0);
-  EXPECT_EQ(refused(), "a file of the step is not a regular file");
+  EXPECT_EQ(refused(), "a file of the checkpoint is not a regular file");
   files.remove(commit);
   std::filesystem::create_symlink("/dev/zero", commit);
-  EXPECT_EQ(refused(), "a file of the step is not a regular file");
+  EXPECT_EQ(refused(), "a file of the checkpoint is not a regular file");
   files.remove(commit);
   files.make_directory(commit);
-  EXPECT_EQ(refused(), "a file of the step is not a regular file");
+  EXPECT_EQ(refused(), "a file of the checkpoint is not a regular file");
 }
 
 std::vector<TensorSpec> specs_of(size_t tensors, std::vector<int64_t> shape, DType dtype) {
@@ -170,15 +170,15 @@ TEST(MostRecordBytes, AStepOfThreeTrillionParametersIsRefused) {
   EXPECT_EQ(error->facts().expected, "at most 100000000 bytes");
   EXPECT_GT(most_record_bytes(both, {}), 190'000'000);
   EXPECT_EQ(error->facts().got, fmt::format("{} bytes", most_record_bytes(both, {})));
-  // Without the optimizer, or with a seventh of the parameters, the step can be read.
+  // Without the optimizer, or with a seventh of the parameters, the checkpoint can be read.
   require_recordable(std::span(both).first(1), {});
   const Manifest fewer = of_parameters(400, 1, DType::bf16);
   const Manifest fewer_state = of_parameters(400, 3, DType::f32);
   require_recordable(std::vector<const Manifest*>{&fewer, &fewer_state}, {});
 }
 
-// Catches: a step that is committed with a record that no reader accepts, if its length was not
-// known before. The test's record has 5.3 million digests.
+// Catches: a checkpoint that is committed with a record that no reader accepts, if its length was
+// not known before. The test's record has 5.3 million digests.
 TEST_F(LongRecords, ARecordThatIsTooLongIsNotWritten) {
   StepInFlight step = begin_step(files, root, 2, kOwner);
   StepRecord record{.step = 2, .uuid = step.uuid};

@@ -92,7 +92,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (const std::string_view kind = foreign_kind(names); !kind.empty()) {
     fail(Category::unsupported,
          fmt::format("a directory of {}: `modicum convert` of the Python package converts it, and "
-                     "modicum.imports.import_checkpoint makes a step of it",
+                     "modicum.imports.import_checkpoint turns it into a checkpoint of a run",
                      kind),
          {.file = base_name(directory), .expected = "a .safetensors file"});
   }

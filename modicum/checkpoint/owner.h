@@ -15,8 +15,8 @@
 // not known, has a lease, too. Names of hosts decide nothing. What only has a name with a pid, as
 // modicum 0.1 left it, is dead if that process is (see ProcessIdentity), or by the second line.
 //
-// No lock and no lease protects committed work: a step is published by a rename that replaces
-// nothing, and a save removes only steps that were committed when it began.
+// No lock and no lease protects committed work: a checkpoint is published by a rename that replaces
+// nothing, and a save removes only checkpoints that were committed when it began.
 #pragma once
 
 #include <condition_variable>
@@ -82,7 +82,7 @@ class OwnerFile {
   std::unique_ptr<std::thread> renewal_;
 };
 
-// Makes the owner file of a step in flight. Throws NOSPACE or IO.
+// Makes the owner file of a checkpoint in flight. Throws NOSPACE or IO.
 std::unique_ptr<OwnerFile> own_step(FileSystem& files, const StepInFlight& step);
 
 enum class Life {
@@ -116,9 +116,9 @@ class OwnerCheck {
   const bool is_of_one_kernel_;
 };
 
-// The lock of a root, ROOT/.lock. A process that has it publishes a step there, and removes old
-// ones; others wait. Since no committed work depends on the lock, a save goes on without it
-// if the file can't be locked, or if it has waited for long enough.
+// The lock of a root, ROOT/.lock. A process that has it publishes a checkpoint there, and removes
+// old ones; others wait. Since no committed work depends on the lock, a save goes on without it if
+// the file can't be locked, or if it has waited for long enough.
 class RootLock {
  public:
   // Waits for `limit_ns` at most, and meanwhile calls `waits`, which may throw.
@@ -129,7 +129,7 @@ class RootLock {
   RootLock(const RootLock&) = delete;
   RootLock& operator=(const RootLock&) = delete;
 
-  // Whether another save had the lock all the time. It may be removing steps.
+  // Whether another save had the lock all the time. It may be removing checkpoints.
   bool is_refused() const noexcept { return is_refused_; }
 
  private:

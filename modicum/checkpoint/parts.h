@@ -53,9 +53,9 @@ std::string make_uuid();  // 128 random bits, as 32 hex digits
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
 // The numbers of the names step-N in a root, the highest first.
 std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
-// Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
-// visible. Returns why its files stay in a .trash-UUID; empty if they are removed. Throws if it is
-// not renamed.
+// Removes the directory `name` of `root`. Renames it first, so that a partly removed checkpoint is
+// never visible. Returns why its files stay in a .trash-UUID; empty if they are removed. Throws if
+// it is not renamed.
 std::string remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
@@ -68,8 +68,8 @@ std::string defining_file(FileSystem& files, const std::string& directory);
 // optimizer's state.
 class RecordOfStep {
  public:
-  // Compares the headers and texts of the step, extra files excluded, with its record. `path` is as
-  // for open_checkpoint; nothing is compared if it is not in a step. Throws INTEGRITY and the
+  // Compares the headers and texts of the checkpoint, extra files excluded, with its record. `path`
+  // is as for open_checkpoint; nothing is compared if it has no record. Throws INTEGRITY and the
   // errors of open_step.
   RecordOfStep(FileSystem& files, const std::string& path);
   // Sets Manifest::recorded, unless none of the files is in the record. Throws INTEGRITY if a
@@ -80,7 +80,7 @@ class RecordOfStep {
   bool lists(const std::string& name) const;
 
   StepRecord record_;
-  std::string prefix_;  // of the checkpoint's files in the step: "" or "optimizer/"
+  std::string prefix_;  // of the files in the saved checkpoint: "" or "optimizer/"
 };
 
 // Checks rule R8. Throws FORMAT.NAME.

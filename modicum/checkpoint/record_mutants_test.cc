@@ -1,6 +1,6 @@
-// 100,000 mutants of the texts that a reader of steps meets: COMMIT, manifest.json, state.json and
-// the journal of a conversion. Each must be read or refused with a category, in less than 5 s and
-// without an allocation of more than 16 times the text and 16 MiB.
+// 100,000 mutants of the texts that a reader of checkpoints meets: COMMIT, manifest.json,
+// state.json and the journal of a conversion. Each must be read or refused with a category, in less
+// than 5 s and without an allocation of more than 16 times the text and 16 MiB.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

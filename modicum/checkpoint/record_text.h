@@ -1,4 +1,4 @@
-// What the JSON records of steps and of conversions have in common. Internal to `checkpoint`.
+// What the JSON records of checkpoints and of conversions have in common. Internal to `checkpoint`.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 namespace modicum {
 
 constexpr const char* kManifest = "manifest.json";
-// The subdirectories that a step may have.
+// The subdirectories that a checkpoint may have.
 constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
 
 std::string hex(uint64_t number);                         // 16 digits

@@ -25,18 +25,19 @@ void add_recorded(const StoredTensor& stored, const StepTensor* recorded, const 
                   Manifest& manifest) {
   const TensorSpec& spec = stored.spec;
   if (recorded == nullptr) {
-    fail(Category::integrity, "the step's record does not list this tensor",
+    fail(Category::integrity, "the checkpoint's record does not list this tensor",
          {.file = file, .tensor = spec.fqn});
   }
   if (recorded->spec != spec) {
-    fail(Category::integrity, "the step's record lists another dtype or shape",
+    fail(Category::integrity, "the checkpoint's record lists another dtype or shape",
          {.file = file,
           .tensor = spec.fqn,
           .expected = tensor_text(recorded->spec.dtype, recorded->spec.shape),
           .got = tensor_text(spec.dtype, spec.shape)});
   }
   if (recorded->chunks.size() != digest_chunks_of(stored)) {
-    fail(Category::integrity, "the step's record has another number of digests for this tensor",
+    fail(Category::integrity,
+         "the checkpoint's record has another number of digests for this tensor",
          {.file = file,
           .tensor = spec.fqn,
           .expected = fmt::format("{} digests", digest_chunks_of(stored)),
@@ -77,7 +78,7 @@ void RecordOfStep::add_to(Manifest& manifest) const {
   const auto name_of = [&](const DataFile& file) { return prefix_ + file.name; };
   const bool is_listed = std::any_of(manifest.files.begin(), manifest.files.end(),
                                      [&](const DataFile& file) { return lists(name_of(file)); });
-  if (!is_listed) return;  // no step, or a file that another program has added
+  if (!is_listed) return;  // no record, or a file that another program has added
   std::map<std::string_view, const StepTensor*> recorded;
   for (const StepTensor& tensor : prefix_.empty() ? record_.tensors : record_.state) {
     recorded[tensor.spec.fqn] = &tensor;

@@ -1,4 +1,4 @@
-// Opening a step as a checkpoint: its headers and texts are compared with its record.
+// Opening a saved checkpoint: its headers and texts are compared with its record.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -22,9 +22,9 @@ std::string text_of_file(FileSystem& files, const std::string& path) {
   return read_text(*files.open(path), kLongestText, Category::integrity);
 }
 
-// A step with a model, a config and an optimizer's state. The values are zeros; the digests are
-// numbers from 100 on, since opening does not read values.
-// The checksums, if any, are numbers from 200 on.
+// A checkpoint with a model, a config and an optimizer's state. The values are zeros; the digests
+// are numbers from 100 on, since opening does not read values. The checksums, if any, are numbers
+// from 200 on.
 void put_step(FileSystem& files, bool has_checksums = false) {
   files.make_directory("/root");
   const StepInFlight step = begin_step(files, "/root", 3, {"host", 1, 2});

@@ -1,4 +1,4 @@
-// Removes old steps, and what dead processes have left in flight.
+// Removes old checkpoints, and what dead processes have left in flight.
 #include <fmt/format.h>
 
 #include "modicum/base/base.h"
@@ -22,8 +22,8 @@ std::string remove_by_trash(FileSystem& files, const std::string& root, const st
 
 namespace {
 
-// Removes a name of the step's root if the save's user owns it. Returns why it stays; empty if it
-// is removed, be it by another process.
+// Removes a name of the checkpoint's root if the save's user owns it. Returns why it stays; empty
+// if it is removed, be it by another process.
 std::string remove_owned(FileSystem& files, const StepInFlight& step, const std::string& name,
                          FunctionRef<std::string(const DirectoryEntry&)> removal) {
   const std::string path = join_path(step.root, name);
@@ -38,14 +38,14 @@ std::string remove_owned(FileSystem& files, const StepInFlight& step, const std:
   }
 }
 
-// Removes a step that was committed with this uuid when `step` began. If it has been replaced
+// Removes a checkpoint that was committed with this uuid when `step` began. If it has been replaced
 // since, its own save decides.
 std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name,
                         const std::string& uuid) {
   return remove_owned(files, step, name, [&](const DirectoryEntry& entry) -> std::string {
     if (committed_uuid(files, join_path(step.root, name)) != uuid) return {};
     if (!entry.is_link) return remove_by_trash(files, step.root, name);
-    // A link to a step elsewhere: removing it is one step, and what it names stays.
+    // A link to a checkpoint elsewhere: removing it is one call, and its target stays.
     files.remove(join_path(step.root, name));
     return {};
   });
@@ -74,7 +74,8 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
         if (examined && std::holds_alternative<FoundStep>(*examined)) ++kept;
         continue;
       }
-      // A step of a save that ran at the same time: its own retention, or a later one, decides.
+      // A checkpoint of a save that ran at the same time: its own retention, or a later one,
+      // decides.
       const auto before = step.committed.find(number);
       if (before == step.committed.end()) continue;
       if (committed_uuid(files, join_path(step.root, step_name(step.step))) != step.uuid) {
@@ -88,7 +89,7 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
     left += fmt::format("; {}", error.what());
   }
   if (left.empty()) return std::nullopt;
-  return fmt::format("old steps could not be removed: {}", left.substr(2));
+  return fmt::format("old checkpoints could not be removed: {}", left.substr(2));
 }
 
 namespace {

@@ -92,7 +92,7 @@ TEST_F(RemovalBelow, WhatAnotherUserOwnsStaysWithAWarning) {
   EXPECT_EQ(remove_leftovers(files, step, is_dead),
             (Names{".trash-x was not removed: user 12345 owns it"}));
   EXPECT_EQ(keep_newest(files, step, 1),
-            "old steps could not be removed: step-2: user 12345 owns it");
+            "old checkpoints could not be removed: step-2: user 12345 owns it");
   EXPECT_EQ(names(), (Names{".trash-x", "latest", "step-2", "step-3"}));  // step-1 was removed
 }
 

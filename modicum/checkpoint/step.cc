@@ -129,7 +129,7 @@ StepInFlight begin_step(FileSystem& files, const std::string& root_given, int64_
     is_durable = files.sync_directory(parent_path(root));
   }
   if (is_listed(files, root, step_name(step))) {
-    fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
+    fail(Category::conflict, "the checkpoint has been saved already", {.file = step_name(step)});
   }
   StepInFlight in_flight{root, step, make_uuid(), ""};
   in_flight.is_durable = is_durable;
@@ -155,7 +155,7 @@ std::string write_manifest(FileSystem& files, const std::string& directory,
 bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record) {
   const std::string manifest = write_manifest(files, directory, record);
   bool is_durable = sync_directories(files, directory);
-  // Also syncs the directory, and with it the names of all files, before the step is visible.
+  // Also syncs the directory, and with it the names of all files, before the checkpoint is visible.
   is_durable &=
       replace_durably(files, {directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
   return is_durable;
@@ -188,7 +188,7 @@ void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
     if (step.is_inside) return files.empty_directory(step.directory);
     (void)remove_by_trash(files, step.root, base_name(step.directory));  // as below
   } catch (const Error&) {
-    // What is left is not visible as a step; a later save removes it.
+    // The rest is not visible as a checkpoint; a later save removes it.
   }
 }
 

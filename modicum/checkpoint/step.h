@@ -8,30 +8,32 @@
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
 //                                  host, pid and start time of the leader. While files are written
 //                                  it has an owner file, .owner (owner.h)
-//   ROOT/.lock                     while a step is published and old ones are removed (owner.h)
-//   ROOT/.trash-UUID/              being removed
-//   ROOT/.damaged-12-UUID/         was ROOT/step-12 until a save of step 12 found it damaged; never
+//   ROOT/.lock                     while a checkpoint is published and old ones are removed
+//   (owner.h) ROOT/.trash-UUID/              being removed ROOT/.damaged-12-UUID/         was
+//   ROOT/step-12 until a save of step 12 found it damaged; never
 //                                  removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
-//   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
+//   ROOT/latest                    "step-12", the checkpoint saved last: for people; Modicum itself
 //                                  does not read it
 //
-// A step can also be made inside an existing directory to which other programs write as well, such
-// as a checkpoint of Trainer. The directory becomes the step; its name has no meaning:
+// A checkpoint can also be made inside an existing directory to which other programs write as well,
+// such as a checkpoint of Trainer. The directory becomes the checkpoint; its name has no meaning:
 //
 //   DIR/trainer_state.json         any other file: not part of the record, and not touched, except
 //                                  that weights of another save of a model are removed
-//   DIR/.partial-13-OWNER-UUID/    in flight: the step's files, until they are renamed into DIR
-//   DIR/COMMIT                     written last, when every file of the step has its final name
+//   DIR/.partial-13-OWNER-UUID/    in flight: the checkpoint's files, until they are renamed into
+//   DIR DIR/COMMIT                     written last, when every file of the checkpoint has its
+//   final name
 //
-// A directory with a `.partial-` directory and no COMMIT is an incomplete step: a failed save
+// A directory with a `.partial-` directory and no COMMIT is an incomplete checkpoint: a failed save
 // empties its `.partial-` directory, and leaves it as the mark of the failure.
 //
-// One rank, the leader, makes and publishes a step; all ranks write files in between. A step gets
-// its name, or inside a directory its COMMIT, only after all of its files are durable. So after a
-// kill or a power cut at any time, whatever counts as a step is complete. A save inside a directory
-// removes the previous COMMIT when it begins, so a save that fails loses the previous step. Nothing
-// that is committed depends on the wall clock, on locks or on the order of a directory's names.
+// One rank, the leader, makes and publishes a checkpoint; all ranks write files in between. A
+// checkpoint gets its name, or inside a directory its COMMIT, only after all of its files are
+// durable. So after a kill or a power cut at any time, whatever counts as a checkpoint is complete.
+// A save inside a directory removes the previous COMMIT when it begins, so a save that fails loses
+// the previous checkpoint. Nothing that is committed depends on the wall clock, on locks or on the
+// order of a directory's names.
 #pragma once
 
 #include <cstdint>
@@ -49,26 +51,26 @@
 
 namespace modicum {
 
-// The subdirectory of a step that holds the optimizer's state, as a separate checkpoint.
+// The subdirectory of a checkpoint that holds the optimizer's state, as a separate checkpoint.
 constexpr const char* kStateDirectory = "optimizer";
 constexpr const char* kStateFolder = "optimizer/";  // begins the names of its files in a record
-// The subdirectory of a step with the files that the saving program has added.
+// The subdirectory of a checkpoint with the files that the saving program has added.
 constexpr const char* kExtraDirectory = "extra";
 
-// A file of a step. The digest covers the first `digested_bytes` bytes. They are the header of a
-// safetensors file, since its tensors have separate digests (StepTensor), and all of any other
+// A file of a checkpoint. The digest covers the first `digested_bytes` bytes. They are the header
+// of a safetensors file, since its tensors have separate digests (StepTensor), and all of any other
 // file.
 struct StepFile {
-  std::string name;  // relative to the step's directory
+  std::string name;  // relative to the checkpoint's directory
   uint64_t bytes = 0;
   uint64_t digested_bytes = 0;
   Digest digest;
 
   bool operator==(const StepFile&) const = default;
 };
-// A tensor of a step, with the digest and the checksum of each 4 MiB of its elements. The tensor's
-// digest is the sum of these digests modulo 2^64. No sum depends on how the saving ranks had
-// sharded the tensor.
+// A tensor of a checkpoint, with the digest and the checksum of each 4 MiB of its elements. The
+// tensor's digest is the sum of these digests modulo 2^64. No sum depends on how the saving ranks
+// had sharded the tensor.
 struct StepTensor {
   TensorSpec spec;
   std::vector<uint64_t> chunks;
@@ -80,7 +82,7 @@ struct StepTensor {
 struct StepRecord {
   int64_t step = 0;
   std::string uuid;
-  int world_size = 0;  // of the run that saved the step
+  int world_size = 0;  // of the run that saved the checkpoint
   std::string tool;    // "modicum 0.1.0"
   std::vector<StepFile> files;
   std::vector<StepTensor> tensors;
@@ -89,13 +91,13 @@ struct StepRecord {
   bool operator==(const StepRecord&) const = default;
 };
 std::string record_json(const StepRecord& record, bool with_checksums = true);
-// At least the length of record_json, without checksums, for a step that has the tensor files of
-// `parts` (weights, and the state in kStateDirectory), `others`, and further files whose entries
+// At least the length of record_json, without checksums, for a checkpoint that has the tensor files
+// of `parts` (weights, and the state in kStateDirectory), `others`, and further files whose entries
 // take less than 1 MiB, such as those that are copied from the source.
 uint64_t most_record_bytes(std::span<const Manifest* const> parts,
                            std::span<const std::string> others);
-// Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the step is
-// begun.
+// Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the
+// checkpoint is begun.
 void require_recordable(std::span<const Manifest* const> parts,
                         std::span<const std::string> others);
 // Throws UNSUPPORTED for a text that is about to be written, but which readers would refuse, since
@@ -104,13 +106,13 @@ void require_readable(uint64_t bytes, const std::string& file, uint64_t most = k
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
 StepRecord parse_record(const std::string& text);
-// Whether a manifest.json is the record of a step, of this version or a later one: other programs
-// write files of this name, too.
+// Whether a manifest.json is the record of a checkpoint, of this version or a later one: other
+// programs write files of this name, too.
 bool is_record(const std::string& text);
 
 // The number in a name such as "step-12"; empty for other names, such as "step-012".
 std::optional<int64_t> step_of(std::string_view name);
-// Whether the directory `path` has the name or the files of a step, committed or not.
+// Whether the directory `path` has the name or the files of a checkpoint, committed or not.
 bool is_step(FileSystem& files, const std::string& path);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
@@ -125,19 +127,19 @@ struct StepOwner {
   uint64_t started = 0;  // the kernel's start time of the process: pids are reused
 };
 
-// A step between `begin_step` and `publish_step`.
+// A checkpoint between `begin_step` and `publish_step`.
 struct StepInFlight {
   std::string root;  // its real path
   int64_t step = 0;
   std::string uuid;
   std::string directory;   // where the ranks write
-  bool is_inside = false;  // made by begin_step_in: `root` becomes the step
+  bool is_inside = false;  // made by begin_step_in: `root` becomes the checkpoint
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
   bool is_durable = true;  // whether the names of the directories made so far are
   StepOwner owner;
-  // The committed steps of the root when this one began: their uuids, by number. Empty if the save
-  // removes no step.
+  // The committed checkpoints of the root when this one began: their uuids, by number. Empty if the
+  // save removes no checkpoint.
   std::map<int64_t, std::string> committed;
 };
 
@@ -158,43 +160,43 @@ struct StateFacts {
   }
 };
 constexpr const char* kStateFile = "state.json";
-// optimizer/recipe.json: the recipe that makes the parameters from the step's tensors. Absent if
-// the parameters are stored as they are, under their own names.
+// optimizer/recipe.json: the recipe that makes the parameters from the checkpoint's tensors. Absent
+// if the parameters are stored as they are, under their own names.
 constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
 // Throws INTEGRITY for an invalid text; UNSUPPORTED for another optimizer, an unknown state format
 // or other 8-bit codes.
 StateFacts parse_state(const std::string& text);
 
-// Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent
-// exists. `retains`: whether keep_newest will be called; it needs StepInFlight::committed. Throws
-// CONFLICT if the step exists already, damaged or not (see set_aside); IO; NOSPACE.
+// Makes the directory of a checkpoint in flight. Makes the root, too, if it is missing and its
+// parent exists. `retains`: whether keep_newest will be called; it needs StepInFlight::committed.
+// Throws CONFLICT if the checkpoint exists already, damaged or not (see set_aside); IO; NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner, bool retains = false);
-// As begin_step, but `directory` itself becomes the step. It is made if it is missing and its
-// parent exists. Removes the COMMIT of a step that `directory` held before. Throws UNSUPPORTED if a
-// later version has saved that step; IO; NOSPACE.
+// As begin_step, but `directory` itself becomes the checkpoint. It is made if it is missing and its
+// parent exists. Removes the COMMIT of a checkpoint that `directory` held before. Throws
+// UNSUPPORTED if a later version has saved that checkpoint; IO; NOSPACE.
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner);
-// Makes the step durable and visible. Its files must be complete and synced. On failure no step is
-// visible; a visible step is always complete. For a step of begin_step_in, also removes from the
-// directory the tensor files and the files in subdirectories that only the previous step had and,
-// if the step has a whole model, all other files of is_weights_name. Warns if the previous step had
-// a subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
-// flight, failed. Throws CONFLICT if another process has published the same step, which is not
-// replaced; IO; NOSPACE.
+// Makes the checkpoint durable and visible. Its files must be complete and synced. On failure no
+// checkpoint is visible; a visible checkpoint is always complete. For a checkpoint of
+// begin_step_in, also removes from the directory the tensor files and the files in subdirectories
+// that only the previous checkpoint had and, if the checkpoint has a whole model, all other files
+// of is_weights_name. Warns if the previous checkpoint had a subdirectory that this one lacks, or
+// if only writing `latest`, or removing the directory in flight, failed. Throws CONFLICT if another
+// process has published the same checkpoint, which is not replaced; IO; NOSPACE.
 Publication publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
-// Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
-// the names of all files durable. The step's files must be synced. The caller makes the directory
-// visible. Returns whether all names are durable; see sync_directory. Throws CONFLICT if there is a
-// manifest.json already; IO; NOSPACE.
+// Completes a checkpoint in `directory`, which keeps its name: writes manifest.json and COMMIT, and
+// makes the names of all files durable. The checkpoint's files must be synced. The caller makes the
+// directory visible. Returns whether all names are durable; see sync_directory. Throws CONFLICT if
+// there is a manifest.json already; IO; NOSPACE.
 bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 
-// An intact step: it is committed, its record is valid, and its files have the recorded lengths
-// and, except in the result of open_step, the recorded digests. The values of tensors were not
-// read.
+// An intact checkpoint: it is committed, its record is valid, and its files have the recorded
+// lengths and, except in the result of open_step, the recorded digests. The values of tensors were
+// not read.
 struct FoundStep {
   int64_t step = 0;
   std::string path;
@@ -204,47 +206,48 @@ struct SkippedStep {
   int64_t step = 0;
   std::string reason;
 };
-// The stored values that a reader of a step has compared with the record.
+// The stored values that a reader of a checkpoint has compared with the record.
 struct ComparedValues {
   uint64_t bytes = 0;
   std::vector<std::string> not_compared;  // names of tensors that were not read, or only in part
 };
-// Returns the step at `path` if it is committed, its record is valid, and its files have the
+// Returns the checkpoint at `path` if it is committed, its record is valid, and its files have the
 // recorded lengths. Otherwise throws UNCOMMITTED or INTEGRITY, with the name of the file, or an
 // error that is no damage: UNSUPPORTED (a later version), IO.
 FoundStep open_step(FileSystem& files, const std::string& path);
 // As open_step, but also compares the digests of all files. This covers everything but the values
 // of tensors.
 FoundStep check_step(FileSystem& files, const std::string& path);
-// Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
+// Checks the digest of a file of the checkpoint at `path`. Throws INTEGRITY with the file's name;
+// IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
 
-// What check_step finds at a step of a root: the step, or its damage. A step with the record of
-// another number is damaged. Empty if there is none, or if another process has removed it
-// meanwhile. Throws errors that are no damage (is_damage).
+// What check_step finds at a checkpoint of a root: the checkpoint, or its damage. A checkpoint with
+// the record of another number is damaged. Empty if there is none, or if another process has
+// removed it meanwhile. Throws errors that are no damage (is_damage).
 std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
                                                                  const std::string& root,
                                                                  int64_t step);
-// The intact steps of a root, and the damaged ones with their faults. Both lists begin with the
-// newest step. Neither has a step that another process removed while it was read.
+// The intact checkpoints of a root, and the damaged ones with their faults. Both lists begin with
+// the newest checkpoint. Neither has a checkpoint that another process removed while it was read.
 struct Steps {
   std::vector<FoundStep> found;
   std::vector<SkippedStep> skipped;
   bool was_one_removed = false;
 };
-// Examines the steps from the newest on, and stops after `most` intact ones. With `before`, only
-// steps with a smaller number count. Throws the errors of examine_step, so that no step is skipped
-// for an IO error that may pass.
+// Examines the checkpoints from the newest on, and stops after `most` intact ones. With `before`,
+// only checkpoints with a smaller number count. Throws the errors of examine_step, so that no
+// checkpoint is skipped for an IO error that may pass.
 Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
                  std::optional<int64_t> before = {});
-// Returns the newest intact step that is older than the steps in `skipped`, to which it adds the
-// damaged ones that it has skipped. If another process removes a step meanwhile, chooses again,
-// once. Throws UNCOMMITTED, with the first reason in `skipped`, if there is no intact step; the
-// errors of find_steps.
+// Returns the newest intact checkpoint that is older than the checkpoints in `skipped`, to which it
+// adds the damaged ones that it has skipped. If another process removes a checkpoint meanwhile,
+// chooses again, once. Throws UNCOMMITTED, with the first reason in `skipped`, if there is no
+// intact checkpoint; the errors of find_steps.
 FoundStep newest_step(FileSystem& files, const std::string& root,
                       std::vector<SkippedStep>& skipped);
 
-// A damaged step that was renamed to `path`, .damaged-N-UUID in its root.
+// A damaged checkpoint that was renamed to `path`, .damaged-N-UUID in its root.
 struct DamagedStep {
   int64_t step = 0;
   std::string path;
@@ -255,22 +258,23 @@ struct DamagedStep {
 std::optional<int64_t> damaged_step_of(std::string_view name);
 // The size of all files in a directory; does not follow links.
 uint64_t bytes_below(FileSystem& files, const std::string& directory);
-// The uuid in the COMMIT of the step at `path`; empty if there is no valid one.
+// The uuid in the COMMIT of the checkpoint at `path`; empty if there is no valid one.
 std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
-// Renames the damaged step `step`, so that a new one can have its number. `uuid`: committed_uuid
-// before the step was read. Throws CONFLICT, and renames nothing, if another process has replaced
-// the step since; IO.
+// Renames the damaged checkpoint `step`, so that a new one can have its number. `uuid`:
+// committed_uuid before the checkpoint was read. Throws CONFLICT, and renames nothing, if another
+// process has replaced the checkpoint since; IO.
 DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
                       const std::optional<std::string>& uuid);
 
-// Removes old steps, so that `keep` intact ones are left: the published step `step`, which always
-// stays, and those with the highest numbers of the others. Reads the others by check_step, newest
-// first, until enough are intact; damaged ones of these neither count nor go. Of the rest reads
-// only COMMIT. Removes only steps that were committed when `step` began, and only while `step` is
-// in its place. So of saves that run at the same time none removes the step of another, and the
-// step that was published last is never removed. Of a step that is a symbolic link only the link is
-// removed. Returns a warning that names the steps that could not be removed, or that belong to
-// another user; or an error that is no damage, such as IO, after which nothing more was removed.
+// Removes old checkpoints, so that `keep` intact ones are left: the published checkpoint `step`,
+// which always stays, and those with the highest numbers of the others. Reads the others by
+// check_step, newest first, until enough are intact; damaged ones of these neither count nor go. Of
+// the rest reads only COMMIT. Removes only checkpoints that were committed when `step` began, and
+// only while `step` is in its place. So of saves that run at the same time none removes the
+// checkpoint of another, and the checkpoint that was published last is never removed. Of a
+// checkpoint that is a symbolic link only the link is removed. Returns a warning that names the
+// checkpoints that could not be removed, or that belong to another user; or an error that is no
+// damage, such as IO, after which nothing more was removed.
 std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight,
 // from the root of `step`. A directory or file in flight stays if its owner is not known to be dead

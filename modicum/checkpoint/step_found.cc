@@ -1,4 +1,4 @@
-// A step as readers find it: COMMIT, manifest.json and the recorded files.
+// A checkpoint as readers find it: COMMIT, manifest.json and the recorded files.
 #include "modicum/checkpoint/step_files.h"
 
 #include <fmt/format.h>
@@ -40,7 +40,7 @@ Commit parse_commit(const std::string& text) {
   return commit;
 }
 
-// Opens a file of a step. A file that is absent, or of another kind, damages the step.
+// Opens a file of a checkpoint. A file that is absent, or of another kind, damages the checkpoint.
 std::unique_ptr<File> open_file(FileSystem& files, const std::string& directory,
                                 const std::string& name) {
   const std::string path = join_path(directory, name);
@@ -48,9 +48,9 @@ std::unique_ptr<File> open_file(FileSystem& files, const std::string& directory,
   if (entry && entry->is_link) {
     entry = files.exists(path) ? files.entry(files.real_path(path)) : std::nullopt;
   }
-  if (!entry) fail(Category::integrity, "a file of the step is missing", {.file = name});
+  if (!entry) fail(Category::integrity, "a file of the checkpoint is missing", {.file = name});
   if (!entry->is_regular) {
-    fail(Category::integrity, "a file of the step is not a regular file", {.file = name});
+    fail(Category::integrity, "a file of the checkpoint is not a regular file", {.file = name});
   }
   return files.open(path);
 }
@@ -90,7 +90,7 @@ namespace {
 // Reads and compares COMMIT and manifest.json.
 FoundStep read_record(FileSystem& files, const std::string& path) {
   if (!files.exists(join_path(path, kCommit))) {
-    fail(Category::uncommitted, "the step was not committed", {.file = kCommit});
+    fail(Category::uncommitted, "the checkpoint was not committed", {.file = kCommit});
   }
   const Commit commit = parse_commit(text_of(files, path, kCommit));
   const std::string manifest = text_of(files, path, kManifest);
@@ -104,7 +104,7 @@ FoundStep read_record(FileSystem& files, const std::string& path) {
   }
   FoundStep found{commit.step, path, parse_record(manifest)};
   if (found.record.uuid != commit.uuid || found.record.step != commit.step) {
-    fail(Category::integrity, "manifest.json and COMMIT are of different steps",
+    fail(Category::integrity, "manifest.json and COMMIT are of different checkpoints",
          {.file = kManifest,
           .expected = fmt::format("step {}, uuid {}", commit.step, printable(commit.uuid)),
           .got = fmt::format("step {}, uuid {}", found.record.step, printable(found.record.uuid))});
@@ -112,13 +112,13 @@ FoundStep read_record(FileSystem& files, const std::string& path) {
   return found;
 }
 
-// Opens a file of the step at `path`, which must have the recorded length.
+// Opens a file of the checkpoint at `path`, which must have the recorded length.
 std::unique_ptr<File> open_recorded(FileSystem& files, const std::string& path,
                                     const StepFile& file) {
   std::unique_ptr<File> opened = open_file(files, path, file.name);
   const uint64_t bytes = opened->identity().size_bytes;
   if (bytes == file.bytes) return opened;
-  fail(Category::integrity, "a file of the step has another length",
+  fail(Category::integrity, "a file of the checkpoint has another length",
        {.file = file.name,
         .expected = fmt::format("{} bytes", file.bytes),
         .got = fmt::format("{} bytes", bytes)});
@@ -141,7 +141,7 @@ FoundStep open_step(FileSystem& files, const std::string& path) {
 
 namespace {
 
-// A file that was added to the step must not take the place of the saved weights.
+// A file that was added to the checkpoint must not take the place of the saved weights.
 void require_recorded_weights(FileSystem& files, const FoundStep& found) {
   const auto& recorded = found.record.files;
   // Adapters are opened by the path of their file.
@@ -154,7 +154,8 @@ void require_recorded_weights(FileSystem& files, const FoundStep& found) {
                   [&](const StepFile& file) { return file.name == defining; })) {
     return;
   }
-  fail(Category::integrity, "the step's record does not list the file that defines its weights",
+  fail(Category::integrity,
+       "the checkpoint's record does not list the file that defines its weights",
        {.file = defining});
 }
 

@@ -1,4 +1,4 @@
-// A step inside the directory of another program: begun, published.
+// A checkpoint inside the directory of another program: begun, published.
 #include "modicum/checkpoint/step_files.h"
 
 #include <fmt/format.h>
@@ -12,11 +12,11 @@
 namespace modicum {
 namespace {
 
-// The files of a step would be renamed to, and stale ones removed from, where a link leads.
+// The files of a checkpoint would be renamed to, and stale ones removed from, where a link leads.
 void refuse_links(FileSystem& files, const std::string& directory) {
   for (const char* const name : kDirectories) {
     if (!is_link(files, join_path(directory, name))) continue;
-    fail(Category::conflict, "a directory of the step is a symbolic link", {.file = name});
+    fail(Category::conflict, "a directory of the checkpoint is a symbolic link", {.file = name});
   }
 }
 
@@ -48,8 +48,8 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
   return names;
 }
 
-// Removes the subdirectories that only the previous step had. `stale`: its files that were removed.
-// Returns a warning if there are any.
+// Removes the subdirectories that only the previous checkpoint had. `stale`: its files that were
+// removed. Returns a warning if there are any.
 std::optional<std::string> remove_directories(FileSystem& files, const StepInFlight& step,
                                               const std::vector<std::string>& stale) {
   std::optional<std::string> warning;
@@ -66,9 +66,9 @@ std::optional<std::string> remove_directories(FileSystem& files, const StepInFli
   return warning;
 }
 
-// Renames the files of a step into the directory that becomes the step. Then removes the files
-// that no new file has replaced: those of the previous step, and other weights of a whole model,
-// which readers would take for the step's.
+// Renames the files of a checkpoint into the directory that becomes the checkpoint. Then removes
+// the files that no new file has replaced: those of the previous checkpoint, and other weights of a
+// whole model, which readers would take for the checkpoint's.
 Publication place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   refuse_links(files, step.root);
   std::vector<std::string> stale = tensor_files_of(files, step.root);
@@ -115,8 +115,9 @@ Publication publish_inside(FileSystem& files, const StepInFlight& step, const St
   try {
     files.remove_tree(step.directory);
   } catch (const Error& error) {
-    published.warnings.push_back(fmt::format("the step is saved, but {} could not be removed: {}",
-                                             base_name(step.directory), error.what()));
+    published.warnings.push_back(
+        fmt::format("the checkpoint is saved, but {} could not be removed: {}",
+                    base_name(step.directory), error.what()));
   }
   return published;
 }
@@ -126,7 +127,7 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory_given
   const std::string directory = real_directory(files, directory_given);
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
-  tensor_files_of(files, directory);  // refuses a step of a later version
+  tensor_files_of(files, directory);  // refuses a checkpoint of a later version
   StepInFlight in_flight{directory, step, make_uuid(), "", true};
   // Other programs make this directory just before the save.
   in_flight.is_durable = files.sync_directory(parent_path(directory));

@@ -1,4 +1,5 @@
-// The record of a step under faults and power cuts, on files in memory that lose unsynced writes.
+// The record of a checkpoint under faults and power cuts, on files in memory that lose unsynced
+// writes.
 #include "modicum/checkpoint/step.h"
 
 #include <fmt/format.h>
@@ -54,7 +55,7 @@ Publication save_step(FileSystem& files, int64_t number) {
 
 const char* const kInside = "/root/checkpoint-1";
 
-// Publishes a step that also has a file in a subdirectory.
+// Publishes a checkpoint that also has a file in a subdirectory.
 Publication finish_inside(FileSystem& files, const StepInFlight& step) {
   StepRecord record = record_of_step(step);
   const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
@@ -69,7 +70,7 @@ Publication save_inside(FileSystem& files, int64_t number) {
   return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
 }
 
-// Step `saved`, as if it had begun after all others of the root.
+// Saves `saved`, as if it had begun after all others of the root.
 StepInFlight published(FileSystem& files, int64_t saved) {
   StepInFlight step{.root = "/root", .step = saved};
   for (const FoundStep& found : find_steps(files, "/root").found) {
@@ -107,7 +108,7 @@ TEST(StepRecord, SurvivesARoundTrip) {
 }
 
 // Catches: a record that is accepted although a member is missing, has the wrong type, or names a
-// file outside the step.
+// file outside the checkpoint.
 TEST(StepRecord, InvalidRecordsAreRefused) {
   const std::string good = record_json(record_of_step({"/root", 12, "0123", ""}));
   const auto with = [&](const std::string& from, const std::string& to) {
@@ -167,8 +168,8 @@ TEST(Steps, SavingAnExistingStepIsAConflict) {
   EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
 }
 
-// Damages each file in turn: removes it, or cuts off its last byte. The previous step must then be
-// chosen, and the reason must name the file.
+// Damages each file in turn: removes it, or cuts off its last byte. The previous checkpoint must
+// then be chosen, and the reason must name the file.
 TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
   for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
     for (const bool removes : {true, false}) {
@@ -215,8 +216,8 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
 }
 
-// Another program's weights in the directory. Catches: a step that readers skip, and that retention
-// keeps in place of an intact one.
+// Another program's weights in the directory. Catches: a checkpoint that readers skip, and that
+// retention keeps in place of an intact one.
 TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3}) save_step(files, step);
@@ -229,7 +230,8 @@ TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
             (std::vector<std::string>{"latest", "step-1", "step-2", "step-3"}));
 }
 
-// Catches: a step that is removed by its own save, since steps with larger numbers exist.
+// Catches: a checkpoint that is removed by its own save, since checkpoints with larger numbers
+// exist.
 TEST(Steps, RetentionKeepsTheStepJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {100, 200, 300, 150}) save_step(files, step);
@@ -251,11 +253,11 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
     const std::string what = files.calls()[static_cast<size_t>(fail_at) - 1].what;
     failed.insert(what);
     if (what == "rename") {
-      EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
+      EXPECT_NE(warning.value_or("").find("old checkpoints could not be removed: step-1: IO"),
                 std::string::npos);
       EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
-    } else if (what == "remove_tree") {  // of the renamed step
-      EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: .trash-"),
+    } else if (what == "remove_tree") {  // of the renamed checkpoint
+      EXPECT_NE(warning.value_or("").find("old checkpoints could not be removed: step-1: .trash-"),
                 std::string::npos);
       EXPECT_EQ(under.list("/root").size(), 3);
     }
@@ -266,7 +268,7 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
 // ---- two saves at the same time
 
 // Saves step 5 (a) and step 6 (b), with keep 1, in every order of their begins, publications and
-// retentions. Catches: a save that removes the step of another, so that none is left.
+// retentions. Catches: a save that removes the checkpoint of another, so that none is left.
 TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
   std::string order = "aaabbb";
   do {
@@ -274,7 +276,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
     save_step(files, 1);
     std::array<std::optional<StepInFlight>, 2> steps;
     std::array<int, 2> done{};
-    int64_t last = 1;  // the step that was published last
+    int64_t last = 1;  // the checkpoint that was published last
     for (const char c : order) {
       const size_t i = c == 'a' ? 0 : 1;
       const int64_t number = i == 0 ? 5 : 6;
@@ -293,8 +295,8 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-// A whole save of step 6 at each call of a save of step 5. Step 5 removes step 6 only if it was
-// there before step 5 began.
+// A whole save of step 6 at each call of a save of step 5. The latter removes step 6 only if it was
+// there before it began.
 TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
   const auto save = [](FileSystem& files, int64_t number) {
     const StepInFlight step = begin_step(files, "/root", number, kOwner, true);
@@ -321,14 +323,14 @@ TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
   }
 }
 
-// Catches: a save that removes old steps although somebody has removed or replaced its own.
+// Catches: a save that removes old checkpoints although somebody has removed or replaced its own.
 TEST(Steps, RetentionNeedsTheStepJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_step(files, step);
   StepInFlight step{.root = "/root", .step = 3, .uuid = "0"};
   step.committed = {{1, open_step(files, "/root/step-1").record.uuid}};
   const std::string warning =
-      "old steps could not be removed: step-3 is no longer the one of this save";
+      "old checkpoints could not be removed: step-3 is no longer the one of this save";
   EXPECT_EQ(keep_newest(files, step, 1), warning);
   save_step(files, 3);
   EXPECT_EQ(keep_newest(files, step, 1), warning);
@@ -340,7 +342,7 @@ TEST(Steps, RetentionNeedsTheStepJustSaved) {
   EXPECT_EQ(find_steps(files, "/root").found.size(), 3U);
 }
 
-// Catches: another program's manifest.json that makes a checkpoint look like a step.
+// Catches: another program's manifest.json that makes a directory look like a saved checkpoint.
 TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
   MemoryFileSystem files;
   save_step(files, 1);
@@ -381,9 +383,9 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
                                       ".partial-3-cut", "latest", "step-1"}));
 }
 
-// Each call fails in turn, with each error. The new step is then absent, or intact if the save
-// returned, and the old one is intact. Catches: a step that is durable only if `latest` is written;
-// an error although the step is visible.
+// Each call fails in turn, with each error. The new checkpoint is then absent, or intact if the
+// save returned, and the old one is intact. Catches: a checkpoint that is durable only if `latest`
+// is written; an error although the checkpoint is visible.
 TEST(Steps, AFaultAtAnyCallLosesNothing) {
   for (const int error : {EIO, ENOSPC, EDQUOT, EINTR, ESTALE}) {
     for (int64_t fail_at = 1;; ++fail_at) {
@@ -404,7 +406,7 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
         EXPECT_FALSE(under.exists("/root/step-2")) << fail_at;
         if (step) discard_step(under, *step);
       }
-      if (is_saved) under.lose_unsynced();  // a step that was reported as saved must survive
+      if (is_saved) under.lose_unsynced();  // a checkpoint that was reported as saved must survive
       const Steps steps = find_steps(under, "/root");
       ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
       for (const FoundStep& found : steps.found) expect_intact(under, found);
@@ -415,7 +417,7 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
   }
 }
 
-// Catches: an error, after which the caller saves the step again, for a name that stays.
+// Catches: an error, after which the caller saves the checkpoint again, for a name that stays.
 TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
   for (const bool is_inside : {false, true}) {
     int warned = 0;
@@ -482,7 +484,7 @@ TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
 
 struct PowerCut {};
 
-// The power fails before each call in turn; only synced writes survive. The old step is then
+// The power fails before each call in turn; only synced writes survive. The old checkpoint is then
 // intact, the new one intact or absent. The new one must be intact if the save had returned.
 // Catches: any omitted sync; COMMIT or a name that is written too early.
 TEST(Steps, APowerCutAtAnyCallLosesNothing) {
@@ -520,7 +522,7 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
 
 // ---- inside a directory
 
-// Makes a directory with the step `number` and another program's file.
+// Makes a directory with the checkpoint `number` and another program's file.
 void put_directory(MemoryFileSystem& files, int64_t number) {
   files.make_directory("/root");
   files.sync_directory("/");
@@ -538,8 +540,8 @@ bool has_name_in_flight(FileSystem& files) {
                      [](const std::string& name) { return name.starts_with(".partial-"); });
 }
 
-// Expects an intact step, or one that is refused because it was not committed. In the second case
-// a `.partial-` directory must distinguish it from another program's directory. `cut_at`: the
+// Expects an intact checkpoint, or one that is refused because it was not committed. In the second
+// case a `.partial-` directory must distinguish it from another program's directory. `cut_at`: the
 // number of the call that failed.
 void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
   const Category category = category_of([&] { expect_intact(files, open_step(files, kInside)); });
@@ -555,7 +557,7 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   EXPECT_EQ(category_of([&] { open_step(files, kInside); }), Category::uncommitted);
   write_files(files, step);
   StepRecord record = record_of_step(step);
-  // The new step has no model.safetensors, so that of the last step must be removed.
+  // The new checkpoint has no model.safetensors, so that of the last checkpoint must be removed.
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
   EXPECT_EQ(publish_step(files, step, record).warnings.size(), 1U);  // of the lost state
@@ -564,8 +566,8 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   EXPECT_EQ(open_step(files, kInside).record, record);
 }
 
-// Saves a step whose weights have these names into a directory that has the weights of another
-// program. Returns the names of all weights that are there afterwards.
+// Saves a checkpoint whose weights have these names into a directory that has the weights of
+// another program. Returns the names of all weights that are there afterwards.
 std::vector<std::string> weights_after(const std::vector<std::string>& saved,
                                        const std::vector<std::string>& others) {
   MemoryFileSystem files;
@@ -654,7 +656,7 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
 }
 
 // The power fails before each call in turn. Catches: COMMIT that is written before a rename is
-// durable; an old COMMIT next to files of the new step; an uncommitted directory that nothing
+// durable; an old COMMIT next to files of the new checkpoint; an uncommitted directory that nothing
 // distinguishes from another program's.
 TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
   int cuts = 0;

@@ -33,10 +33,9 @@ int run_diff(const Args& args, const Surroundings& at) {
   CommonFlags flags;
   std::string path_a, path_b;
   app.add_option("A", path_a,
-                 "a step or a checkpoint: a directory, a file, or ORG/NAME in the local Hugging "
-                 "Face cache")
+                 "a checkpoint: a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
-  app.add_option("B", path_b, "a step or a checkpoint, like A")->required();
+  app.add_option("B", path_b, "a checkpoint, like A")->required();
   add_common_flags(app, flags);
   if (const auto done = parse(app, args, at)) return *done;
   const Checkpoint a = open_checkpoint(at.files, path_a);

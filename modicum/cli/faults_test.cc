@@ -1,10 +1,11 @@
-// In a load, a save, a resume, a conversion and a removal of old steps, the n-th call of the file
-// system fails, for every n; and a save or a conversion is killed, or the power fails, at every
-// n-th call. The error has the category of its cause and names a file, and nothing is left behind.
+// In a load, a save, a resume, a conversion and a removal of old checkpoints, the n-th call of the
+// file system fails, for every n; and a save or a conversion is killed, or the power fails, at
+// every n-th call. The error has the category of its cause and names a file, and nothing is left
+// behind.
 //
-// Catches: an error is swallowed, or has another category; a step is visible before it is complete;
-// an old step is changed; files of dead saves are kept; EIO is retried; a short read counts as
-// complete.
+// Catches: an error is swallowed, or has another category; a checkpoint is visible before it is
+// complete; an old checkpoint is changed; files of dead saves are kept; EIO is retried; a short
+// read counts as complete.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -108,8 +109,9 @@ class Faults : public testing::TestWithParam<Fault> {
     EXPECT_NE(error["message"].text().find(fault.name), std::string::npos);
   }
 
-  // Nothing but these steps, and the file that names the newest one, is in the root. A directory or
-  // file in flight without an owner file is of the process in its name: this one, which lives.
+  // Nothing but these checkpoints, and the file that names the newest one, is in the root. A
+  // directory or file in flight without an owner file is of the process in its name: this one,
+  // which lives.
   void expect_steps(const std::string& root, std::vector<std::string> names) {
     for (const std::string& name : files.list(root)) {
       if (!name.starts_with(".partial-") && !name.starts_with(".latest-")) continue;

@@ -5,9 +5,9 @@
 // Catches: a budget is compared with `<` instead of `<=`; `plan` assumes another staging size than
 // `load`; a save or a resume is promised without its optimizer state; a phase is promised the
 // memory of another phase; a save promises memory that its ledger does not hold; the resumed run is
-// planned with the recipe of the saved one; a resumed step is promised without the headers of the
-// step that was read; a run without state has no plan; a suggested alternative does not fit; an
-// error lacks its shortfall.
+// planned with the recipe of the saved one; a resumed checkpoint is promised without the headers of
+// the checkpoint that was read; a run without state has no plan; a suggested alternative does not
+// fit; an error lacks its shortfall.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -189,7 +189,7 @@ TEST_P(PromisesByFormat, PlanLoadAndRehearsePromiseTheSame) {
   }
 }
 
-// A state that is converted while it is read, by a resume and by a save of a step.
+// A state that is converted while it is read, by a resume and by a save of a checkpoint.
 TEST_P(PromisesByFormat, AConvertedStateHoldsExactlyWhatItPromises) {
   const std::string save =
       fmt::format("save /moe /root --step 1 --optimizer adamw:{} {}", GetParam(), kSmall);
@@ -259,8 +259,8 @@ std::vector<int64_t> bytes_of(const std::vector<Document>& jobs, const std::stri
   return bytes;
 }
 
-// `save`, `resume` and `rehearse --save` promise what `plan` promises of the job. The step has its
-// own recipe and knows the frozen parameters: `first_flags` are not those of the resume.
+// `save`, `resume` and `rehearse --save` promise what `plan` promises of the job. The checkpoint
+// has its own recipe and knows the frozen parameters: `first_flags` are not those of the resume.
 void expect_promised_job(const ThreadedProgram& program, const std::string& directory,
                          const std::string& first_flags, const std::string& flags,
                          const std::string& optimizer) {
@@ -395,7 +395,7 @@ TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
   }
   EXPECT_EQ(parts["load"], highest);
   EXPECT_EQ(parts["step"], alone["step"]);
-  // A resumed run holds the headers and digests of its step until it ends.
+  // A resumed run holds the headers and digests of its checkpoint until it ends.
   EXPECT_EQ(parts["step_resumed"] - parts["step"], parts["resume"] - parts["step"]);
   EXPECT_GT(parts["step_resumed"], parts["step"]);
   EXPECT_EQ(parts["save"], job["save_peak_bytes"].bytes());

@@ -19,10 +19,10 @@ struct RehearseFlags {
   std::string report;
 };
 
-// The flags of the resumed run: those of this run, with `resume_ranks` ranks. The step has its own
-// recipe, since the recipe of this run names the tensors of another checkpoint. If the number of
-// ranks changes, the sizes of a mesh no longer multiply to it; a run with a mesh then resumes with
-// the default layout.
+// The flags of the resumed run: those of this run, with `resume_ranks` ranks. The checkpoint has
+// its own recipe, since the recipe of this run names the tensors of another checkpoint. If the
+// number of ranks changes, the sizes of a mesh no longer multiply to it; a run with a mesh then
+// resumes with the default layout.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
@@ -116,7 +116,7 @@ int run_rehearse(const Args& args, const Surroundings& at) {
   app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
   app.option_defaults()->group("Save and resume");
   app.add_option("--save", flags.save,
-                 "save the last step there, end the ranks, resume with new ones, make a step")
+                 "save a checkpoint there, end the ranks, resume with new ones, make a step")
       ->type_name("ROOT");
   app.add_option("--resume-ranks", flags.resume_ranks,
                  "with --save: the number of ranks that resume; default: that of --ranks")

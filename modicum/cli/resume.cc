@@ -21,7 +21,7 @@ std::string recipe_of_state(const FoundStep& step) {
   return "";
 }
 
-// Resumes from a step and describes it in the report.
+// Resumes from a checkpoint and describes it in the report.
 LoadReport resume_from(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
                        FoundStep step, const ResumeSteps& then) {
   ResumedStep resumed{step.step, step.path, {}};
@@ -30,9 +30,9 @@ LoadReport resume_from(const Surroundings& at, const CommonFlags& common, const 
   return report;
 }
 
-// Resumes from the newest step of `flags.directory` that proves intact; values are compared only
-// while they are loaded. Each step is planned against the same budget. If another process removes
-// the step meanwhile, chooses once more.
+// Resumes from the newest checkpoint of `flags.directory` that proves intact; values are compared
+// only while they are loaded. Each checkpoint is planned against the same budget. If another
+// process removes the checkpoint meanwhile, chooses once more.
 LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
                          const ResumeSteps& then) {
   std::vector<SkippedStep> skipped;
@@ -87,7 +87,8 @@ LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFla
     flags.optimizer = "none";
   }
   if (!state && (then.steps > 0 || flags.optimizer != "none")) {
-    fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
+    fail(Category::mismatch, "the checkpoint has no optimizer state",
+         {.file = base_name(step.path)});
   }
   return within_budget(
       at, common, flags,
@@ -102,7 +103,7 @@ LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFla
 
 int run_resume(const Args& args, const Surroundings& at) {
   CLI::App app(
-      "load the newest intact step of a ROOT, or a given step, into rank processes, with the "
+      "load the newest intact checkpoint of a ROOT, or a given one, into rank processes, with the "
       "optimizer state that was saved in it",
       "modicum resume");
   CommonFlags common;
@@ -111,8 +112,8 @@ int run_resume(const Args& args, const Surroundings& at) {
   run.optimizer.clear();  // default: the saved optimizer
   add_run_flags(app, run);
   app.get_option("DIR")->description(
-      "a step, or the ROOT of several steps, of which the newest intact one is loaded; damaged "
-      "ones are skipped");
+      "a checkpoint that was saved, or a ROOT, of which the newest intact checkpoint is loaded; "
+      "damaged ones are skipped");
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
   add_common_flags(app, common, {.staging = &run.staging});

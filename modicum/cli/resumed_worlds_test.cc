@@ -197,7 +197,8 @@ TEST_P(ResumedWorldsByFormat, AreResumedAsFloat32) {
   }
 }
 
-// A save goes on from the state of a step, in the same format or another one, as a resume does.
+// A save goes on from the state of a checkpoint, in the same format or another one, as a resume
+// does.
 TEST_P(ResumedWorldsByFormat, AreSavedAgain) {
   const std::string& format = GetParam();
   program.succeed(

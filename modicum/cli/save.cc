@@ -35,19 +35,19 @@ void add_save_flags(CLI::App& app, SaveFlags& flags) {
   add_run_flags(app, flags.run);
   app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
       ->check(CLI::Range(0, 1000000000));
-  app.option_defaults()->group("The saved step");
-  app.add_option("ROOT", flags.root, "the directory of all steps; created if its parent exists")
+  app.option_defaults()->group("The saved checkpoint");
+  app.add_option("ROOT", flags.root,
+                 "the directory of the run's checkpoints; created if its parent exists")
       ->required();
-  app.add_option("--step", flags.step, "the step's number")
+  app.add_option("--step", flags.step, "the number of the training step: S of ROOT/step-S")
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--shard-size", flags.shard_size,
                  "largest size of a file; default: tensors are divided into files as in DIR")
       ->type_name("SIZE");
-  app.add_option(
-         "--keep", flags.keep,
-         "intact steps to keep, this one included: after the save, remove all others but those "
-         "with the highest numbers; default: keep all")
+  app.add_option("--keep", flags.keep,
+                 "intact checkpoints to keep, this one included: after the save, remove all others "
+                 "but those with the highest numbers; default: keep all")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy (default) or drop the stored tensors that the recipe leaves unused")
@@ -62,7 +62,7 @@ void add_save_flags(CLI::App& app, SaveFlags& flags) {
   add_seed(app, flags.seed, "gradients and random bits");
 }
 
-// Opens the state of DIR if it is a step that has one and the save has an optimizer. Returns
+// Opens the state of DIR if it is a checkpoint that has one and the save has an optimizer. Returns
 // whether it has one. Throws USAGE if `has_seed`, a --seed was given, and it is not the state's
 // own.
 bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
@@ -89,7 +89,7 @@ bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
 
 int run_save(const Args& args, const Surroundings& at) {
   CLI::App app(
-      "load into rank processes and save a step, ROOT/step-S, committed completely or not at all",
+      "load into rank processes and save a checkpoint, ROOT/step-S, completely or not at all",
       "modicum save");
   SaveFlags flags;
   add_save_flags(app, flags);

@@ -33,7 +33,8 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
   report.fault.emplace(error.category(), error.what_happened(), std::move(facts));
 }
 
-// Verifies one step. Adds its files to the report, or the error if the step can't be opened.
+// Verifies one checkpoint. Adds its files to the report, or the error if it can't be
+// opened.
 // `prefix` is put before the names of files.
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
@@ -52,7 +53,7 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// Adds a step that a save has set aside, with its first fault.
+// Adds a checkpoint that a save has set aside, with its first fault.
 void add_damaged(VerifyReport& report, FileSystem& files, const std::string& root,
                  const std::string& name) {
   DamagedStep damaged{.step = *damaged_step_of(name), .path = join_path(root, name)};
@@ -114,15 +115,15 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 
 int run_verify(const Args& args, const Surroundings& at) {
   CLI::App app(
-      "check the files and the values of a step, or of all steps of a ROOT; "
+      "check the files and the values of a checkpoint, or of all checkpoints of a ROOT; "
       "for any other checkpoint, check the structure of its files and, in "
       "the Hugging Face cache, their SHA-256",
       "modicum verify");
   CommonFlags flags;
   std::string path;
   app.add_option("DIR", path,
-                 "a step, the ROOT of several steps, or a checkpoint: a directory, a file, or "
-                 "ORG/NAME in the local Hugging Face cache")
+                 "a checkpoint (a directory, a file, or ORG/NAME in the local Hugging Face cache), "
+                 "or the ROOT of several checkpoints")
       ->required();
   add_common_flags(app, flags, {.threads = false, .progress = false});
   if (const auto done = parse(app, args, at)) return *done;

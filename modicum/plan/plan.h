@@ -106,8 +106,8 @@ struct PlanOptions {
   std::vector<Phase> after;
   // Each adds a phase of the same name at the end, on top of the last phase of `after`, or of
   // `hold` if `after` is empty. `save`: a rank's charges; without staging of its own it
-  // has `staging_bytes`. `resume`: the headers and digests of the step to read, which all phases
-  // hold, and the staging of its own phase.
+  // has `staging_bytes`. `resume`: the headers and digests of the checkpoint to read, which all
+  // phases hold, and the staging of its own phase.
   std::optional<Footprint> save, resume;
 };
 
@@ -128,10 +128,10 @@ enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
 // The parts of the promise of a run with an optimizer, for which PlanOptions::after has one phase.
 // `save` needs PlanOptions::save, `resume` needs PlanOptions::resume. Of a run with both (a save
-// that goes on from a step) only the whole promise has a meaning.
+// that goes on from a checkpoint) only the whole promise has a meaning.
 //
 //   load      the three phases of the load
-//   step      the phase of PlanOptions::after
+//   step            the phase of PlanOptions::after
 //   save      the phase `save`
 //   resume    the three phases of the load, and the phase `resume`
 enum class Part : uint8_t { load, step, save, resume };

@@ -104,7 +104,7 @@ struct MadePlan {
 const Reporter& reporter_here();
 
 void define_files(nb::module_& module);
-// What a rank has compared of a step, as text; "" without a record.
+// What a rank has compared of a checkpoint, as text; "" without a record.
 std::string text_of_compared(const ComparedChunks& compared);
 // Adds the text of another rank. Throws INTEGRITY if it is not such a text.
 void merge_compared(const std::string& text, ComparedChunks& all);

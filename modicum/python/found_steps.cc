@@ -67,7 +67,7 @@ nb::dict put_aside(const std::string& root, int64_t step, const std::string& rea
                  "bytes"_a = damaged.bytes, "warning"_a = warning_of(damaged));
 }
 
-// The first damage in one rank's part of a step; "" if there is none.
+// The first damage in one rank's part of a checkpoint; "" if there is none.
 std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& board) {
   PosixFileSystem files;
   board.set_thread();
@@ -96,26 +96,30 @@ nb::dict checked(const std::string& path) {
 void define_found_steps(nb::module_& module) {
   module.def(
       "newest_step", newest, "root"_a, "skipped"_a = SkippedSteps(),
-      "The newest step whose headers and other files have the recorded digests, older than those "
-      "in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, "
-      "with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) "
-      "if there is none.");
-  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
-             "Compares one rank's part of a step with the recorded digests; all ranks together "
-             "compare every byte. Returns the text of the first damage, or an empty text. Raises "
-             "IoError if a file can't be read.");
-  module.def("open_step", opened, "path"_a,
-             "The dict of newest_step, without `skipped`, for one step. Raises an error unless "
-             "COMMIT, manifest.json and the lengths of its files are right.");
+      "The newest checkpoint whose headers and other files have the recorded digests, older than "
+      "those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and "
+      "has_state, with `skipped`, the damaged checkpoints that were found now. Raises "
+      "IntegrityError (UNCOMMITTED) if there is none.");
+  module.def(
+      "step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
+      "Compares one rank's part of a checkpoint with the recorded digests; all ranks together "
+      "compare every byte. Returns the text of the first damage, or an empty text. Raises "
+      "IoError if a file can't be read.");
+  module.def(
+      "open_step", opened, "path"_a,
+      "The dict of newest_step, without `skipped`, for one checkpoint. Raises an error unless "
+      "COMMIT, manifest.json and the lengths of its files are right.");
   module.def("check_step", checked, "path"_a,
              "As open_step, but also compares the digests of headers and other files.");
-  module.def("examine_step", examined, "root"_a, "step"_a,
-             "As check_step, for the step of a root. A dict of path, uuid (None without a valid "
-             "COMMIT) and reason, the damage or an empty text; None if the root has no such "
-             "directory.");
-  module.def("set_aside", put_aside, "root"_a, "step"_a, "reason"_a, "uuid"_a,
-             "Renames a damaged step, so that a new one can have its number. Returns a dict of "
-             "step, path, reason, bytes and the text of a warning. `uuid`: from examine_step.");
+  module.def(
+      "examine_step", examined, "root"_a, "step"_a,
+      "As check_step, for the checkpoint of a root. A dict of path, uuid (None without a valid "
+      "COMMIT) and reason, the damage or an empty text; None if the root has no such "
+      "directory.");
+  module.def(
+      "set_aside", put_aside, "root"_a, "step"_a, "reason"_a, "uuid"_a,
+      "Renames a damaged checkpoint, so that a new one can have its number. Returns a dict of "
+      "step, path, reason, bytes and the text of a warning. `uuid`: from examine_step.");
 }
 
 }  // namespace modicum::python

@@ -384,11 +384,12 @@ Args:
              "that the model makes. `broadcast(root, view, begin, end)` sends `view` from the "
              "rank number `root` of the exchange group to the others, which need its bytes "
              "[begin, end). modicum.load documents the other arguments.");
-  module.def("compared_values", compared_values, "checkpoint"_a, "of_ranks"_a, "folder"_a = "",
-             "The values of a step that all ranks together have compared with its record: a dict "
-             "with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each "
-             "rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of "
-             "the checkpoint's files in the step.");
+  module.def(
+      "compared_values", compared_values, "checkpoint"_a, "of_ranks"_a, "folder"_a = "",
+      "The values of a checkpoint that all ranks together have compared with its record: a dict "
+      "with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each "
+      "rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of "
+      "the files in the saved checkpoint.");
   module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
              "budget_source"_a = "", "compared"_a = nb::none(),
              "The document of `modicum load --json` and the text of `modicum load`.");

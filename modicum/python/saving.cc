@@ -109,7 +109,7 @@ nb::dict outcome_of(const SaveOutcome& saved) {
                  "gathered_bytes"_a = saved.gathered_bytes);
 }
 
-// Where the ranks write a step: (directory, point). `point`: see ChunkSums.
+// Where the ranks write a checkpoint: (directory, point). `point`: see ChunkSums.
 using Place = std::pair<std::string, uint64_t>;
 
 nb::dict save_tensors(const MadeSave& python_save, int rank, CallerBoard& board,
@@ -243,7 +243,7 @@ struct StepInSave {
 
   // Returns the StepSave. Throws USAGE after `discard`.
   StepSave& open() {
-    if (!save) fail(Category::usage, "the step was discarded");
+    if (!save) fail(Category::usage, "the checkpoint was discarded");
     return *save;
   }
 };
@@ -386,7 +386,7 @@ Raises:
 }
 
 void define_state_files(nb::module_& module) {
-  nb::class_<MadeState>(module, "StateFiles", R"(The tensors of AdamW's state in a step.
+  nb::class_<MadeState>(module, "StateFiles", R"(The tensors of AdamW's state in a checkpoint.
 
 Args:
     parameters: (fqn, dtype, shape, format, whether its memory is the master) each.)")
@@ -419,15 +419,15 @@ void define_saved_steps(nb::module_& module) {
 Only the rank that leads the save has one.
 
 Args:
-    root: the directory of all steps.
-    step: the step's number.
+    root: the directory of the run's checkpoints.
+    step: the number of the training step: S of ROOT/step-S.
     directories: subdirectories to make: "optimizer", "extra".
-    inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-        is not committed until `publish`.
-    keep: the number of intact steps to keep, including this one; None: all.
+    inside: whether `root`, a directory to which others write as well, becomes the checkpoint
+        itself. It is not committed until `publish`.
+    keep: the number of intact checkpoints to keep, including this one; None: all.
 
 Raises:
-    IoError: CONFLICT if the step exists.)")
+    IoError: CONFLICT if the checkpoint exists.)")
       .def(nb::init<const std::string&, int64_t, const std::vector<std::string>&, bool,
                     std::optional<size_t>>(),
            "root"_a, "step"_a, "directories"_a = std::vector<std::string>(), "inside"_a = false,
@@ -445,20 +445,20 @@ Raises:
           "publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
           "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
           "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
-          "Makes the step durable and visible, then removes old ones. All ranks must have "
+          "Makes the checkpoint durable and visible, then removes old ones. All ranks must have "
           "written. `state`: the files of AdamW's state; `other_state`: those of another "
           "optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text "
           "None if a rank has written the file; `lock_limit_s`: how long it waits for another save "
           "that publishes in the same root.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
-          "Removes the files, unless the step was published.");
-  module.def("require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a,
-             nb::kw_only(), "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(),
-             "facts"_a = "",
-             "Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read "
-             "again. `texts`: (name, text) of further files; `others`: names of the files that "
-             "ranks write; for the rest see StepSave.publish.");
+          "Removes the files, unless the checkpoint was published.");
+  module.def(
+      "require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a, nb::kw_only(),
+      "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(), "facts"_a = "",
+      "Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read "
+      "again. `texts`: (name, text) of further files; `others`: names of the files that "
+      "ranks write; for the rest see StepSave.publish.");
 }
 
 }  // namespace

@@ -81,7 +81,8 @@ void compared_members(JsonWriter& out, const ComparedValues& compared) {
 
 std::string compared_text(const ComparedValues& compared) {
   if (compared.bytes == 0 && compared.not_compared.empty()) return "";
-  std::string text = fmt::format("{} equal the record of the step", format_size(compared.bytes));
+  std::string text =
+      fmt::format("{} equal the record of the checkpoint", format_size(compared.bytes));
   if (!compared.not_compared.empty()) {
     text += fmt::format("; not or partly compared: {} tensor(s), the first is {}",
                         compared.not_compared.size(), printable(compared.not_compared.front()));

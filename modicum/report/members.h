@@ -20,7 +20,8 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged);
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
-// `compared_bytes` and `not_compared`: the values of a step that were compared with its record.
+// `compared_bytes` and `not_compared`: the values of a checkpoint that were compared with its
+// record.
 void compared_members(JsonWriter& out, const ComparedValues& compared);
 std::string compared_text(const ComparedValues& compared);  // a line; empty without a record
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);

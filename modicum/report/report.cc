@@ -298,9 +298,10 @@ void resumed_members(JsonWriter& out, const ResumedStep& resumed) {
 }
 
 std::string resumed_text(const ResumedStep& resumed) {
-  std::string text = fmt::format("resumed step {} ({})\n", resumed.step, printable(resumed.path));
+  std::string text =
+      fmt::format("resumed from step {} ({})\n", resumed.step, printable(resumed.path));
   for (const ResumedStep::SkippedNewerStep& skipped : resumed.skipped) {
-    text += fmt::format("skipped step {}: {}\n", skipped.step, skipped.reason);
+    text += fmt::format("skipped the checkpoint of step {}: {}\n", skipped.step, skipped.reason);
   }
   return text;
 }

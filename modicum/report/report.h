@@ -183,7 +183,7 @@ struct RankOutcome : LoadOutcome {
 // The saved checkpoint that a resume loaded, and the newer ones that it skipped.
 struct ResumedStep {
   struct SkippedNewerStep {
-    int64_t step = 0;  // its number
+    int64_t step = 0;  // S of ROOT/step-S
     std::string reason;
   };
   int64_t step = 0;
@@ -212,7 +212,7 @@ struct LoadReport {
   std::optional<ResumedStep> resumed;
   std::optional<uint64_t> state_digest;  // of a resumed optimizer state
   std::vector<PhaseReport> phases;       // of a resumed state: `resume`, `step_resumed`
-  ComparedValues compared;               // of a step
+  ComparedValues compared;               // of a checkpoint
   std::optional<Budget> budget;
 };
 std::string digest_text(uint64_t digest);  // 16 hex digits
@@ -263,22 +263,23 @@ struct SaveReport {
   std::vector<RankOutcome> ranks;             // over load and save, by rank
   uint64_t launcher_bytes = 0;                // measured memory of the launcher
   std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
-  int64_t step = 0;                           // the number of the saved step
+  int64_t step = 0;                           // S of ROOT/step-S
   bool is_preempted = false;  // a stop signal came; the save was finished nevertheless
   std::string path;
-  bool is_durable = true;  // whether the step survives a power cut, as far as the kernel tells
+  bool is_durable =
+      true;  // whether the checkpoint survives a power cut, as far as the kernel tells
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;               // while saving, to copy tensors
   uint64_t gathered_bytes = 0;           // part of `written_bytes` that ranks of a node gathered
   double elapsed_s = 0;                  // until all bytes of the ranks were durable
-  double durable_s = 0;                  // until the step was complete and durable
+  double durable_s = 0;                  // until the checkpoint was complete and durable
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
-  std::vector<DamagedStep> damaged;   // a step of this number that the save has renamed
+  std::vector<DamagedStep> damaged;   // a checkpoint of this number that the save has renamed
   std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
   std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
-  ComparedValues compared;            // if the source is a step
+  ComparedValues compared;            // if the source is a saved checkpoint
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);
@@ -299,13 +300,13 @@ struct DiffReport {
   };
   uint64_t tensors = 0;        // compared
   uint64_t bytes = 0;          // compared, of A
-  ComparedValues with_record;  // of the steps among A and B
+  ComparedValues with_record;  // of the saved checkpoints among A and B
   std::vector<Difference> differences;
 };
 std::string diff_json(const DiffReport& report);
 std::string diff_text(const DiffReport& report);
 
-// A conversion of a checkpoint, or of a step.
+// A conversion of a checkpoint.
 struct ConvertReport {
   CheckpointFacts checkpoint;
   Promise promise;
@@ -319,17 +320,17 @@ struct ConvertReport {
   uint64_t digest = 0;      // of the output, as `load --digest`
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
-  ComparedValues compared;            // if the source is a step
-  // Tensors with values that are infinite or zero in their new dtype; empty if a step was
+  ComparedValues compared;            // if the source is a saved checkpoint
+  // Tensors with values that are infinite or zero in their new dtype; empty if a checkpoint was
   // converted, which casts nothing.
   std::optional<std::vector<TensorLoss>> losses;
   std::optional<Budget> budget;
-  std::optional<int64_t> step;  // its number, if a step was converted
+  std::optional<int64_t> step;  // its number, if a checkpoint of a run was converted
 };
 std::string convert_json(const ConvertReport& report);
 std::string convert_text(const ConvertReport& report);
 
-// The result of checking a step, a directory of steps, or a checkpoint.
+// The result of checking a checkpoint, or all checkpoints of a run.
 struct VerifyReport {
   struct File {
     std::string name;

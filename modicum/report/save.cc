@@ -80,7 +80,8 @@ std::string save_text(const SaveReport& report) {
   std::string text = fmt::format(
       "{}: {} in {} file(s), written in {:.2f} s, durable after {:.2f} s\n", printable(report.path),
       format_size(report.written_bytes), report.files.size(), report.elapsed_s, report.durable_s);
-  if (report.is_preempted) text += "a stop signal came while the step was saved: it is complete\n";
+  if (report.is_preempted)
+    text += "a stop signal came while the checkpoint was saved: it is complete\n";
   text += names_text("copied", report.copied);
   text += names_text("left out", report.left_out) + "\n";
   text +=

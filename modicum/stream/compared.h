@@ -1,4 +1,4 @@
-// Compares the values that ranks read from a saved checkpoint with the step's
+// Compares the values that ranks read from a saved checkpoint with the checkpoint's
 // record. Part of the public header of `stream`.
 #pragma once
 
@@ -26,7 +26,7 @@ namespace modicum {
 // `add` is thread-safe. Without a record (Manifest::recorded) nothing is compared.
 class ComparedChunks {
  public:
-  // `folder`: the place of the manifest's files in the step, for errors: "" or "optimizer/".
+  // `folder`: the place of the manifest's files in the checkpoint, for errors: "" or "optimizer/".
   explicit ComparedChunks(const Manifest& manifest, std::string folder = "");
   ComparedChunks(const Manifest&&, std::string = "") = delete;
 

@@ -1,4 +1,4 @@
-// Comparing what ranks read of a step with its record.
+// Comparing what ranks read of a checkpoint with its record.
 //
 // Catches: a chunk that one rank has read whole is not compared; the sums of other ranks are not
 // merged; elements that were read twice count as damage, or make another chunk count as compared; a
@@ -19,7 +19,8 @@ namespace {
 
 constexpr uint64_t kChunk = kDigestChunkBytes;
 
-// A step of three tensors in memory: `wide` has 2 1/4 chunks, `codes` has elements below 8 bits.
+// A checkpoint of three tensors in memory: `wide` has 2 1/4 chunks, `codes` has elements below 8
+// bits.
 struct SavedInMemory {
   explicit SavedInMemory(ChunkSumKind kind = ChunkSumKind::checksum) {
     const std::vector<TensorSpec> specs = {

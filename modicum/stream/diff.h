@@ -38,7 +38,7 @@ struct Differences {
   std::vector<Difference> found;  // in the order of A's tensors, then tensors that only B has
   uint64_t tensors = 0;           // number of names that are in both
   uint64_t bytes = 0;             // bytes of A that were compared
-  ComparedValues with_record;     // of the steps among A and B
+  ComparedValues with_record;     // of the checkpoints among A and B
 };
 
 constexpr uint64_t kDiffBytes = 8 * kMiB;
@@ -47,9 +47,9 @@ constexpr uint64_t kDiffBytes = 8 * kMiB;
 // NaN equals every NaN. Of bf16 and fp16, each is rounded to the other; the result is that with
 // fewer differences. Values of other dtypes that differ are not compared. Holds
 // kDiffBytes for each thread. Calls `poll` after each read with the number of bytes compared since
-// the last call, on any thread; an exception from it ends the call. Values of a step are also
+// the last call, on any thread; an exception from it ends the call. Values of a checkpoint are also
 // compared with its record. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed; INTEGRITY if a
-// value of a step is not the saved one.
+// value of a checkpoint is not the saved one.
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t more_bytes)> poll);
 

@@ -14,8 +14,8 @@ namespace {
 constexpr uint64_t kPoint = 0x1234'5678'9abc;
 
 // Catches: an index from the file that is used without a check; sums that are accepted although one
-// bit differs. The sums have no digest of their own, so flipped digests show only when the step is
-// read.
+// bit differs. The sums have no digest of their own, so flipped digests show only when the
+// checkpoint is read.
 TEST(ChunkSums, AnyDamageIsAnError) {
   const Manifest manifest = output_manifest(
       {{{"v", Role::param, DType::u8, {3}}, {"w", Role::param, DType::u8, {9 << 20}}}});

@@ -68,16 +68,17 @@ class Verify {
           std::find_if(out_.files.begin(), out_.files.end(),
                        [&](const VerifiedFile& verified) { return verified.name == name; });
       if (file == out_.files.end()) {
-        fail(Category::integrity, "the step's record does not list this file", {.file = name});
+        fail(Category::integrity, "the checkpoint's record does not list this file",
+             {.file = name});
       }
       const auto entry = recorded.find(stored.spec.fqn);
       guarded(*file, [&] {
         if (entry == recorded.end()) {
-          fail(Category::integrity, "the step's record does not list this tensor",
+          fail(Category::integrity, "the checkpoint's record does not list this tensor",
                {.file = name, .tensor = stored.spec.fqn});
         }
         if (entry->second->spec != stored.spec) {
-          fail(Category::integrity, "the step's record lists another dtype or shape",
+          fail(Category::integrity, "the checkpoint's record lists another dtype or shape",
                {.file = name,
                 .tensor = stored.spec.fqn,
                 .expected = tensor_text(entry->second->spec.dtype, entry->second->spec.shape),
@@ -88,7 +89,7 @@ class Verify {
       });
     }
     if (out_.first_fault() == nullptr && checkpoint.manifest.tensors.size() != recorded.size()) {
-      fail(Category::integrity, "the step's record lists more tensors than its files hold",
+      fail(Category::integrity, "the checkpoint's record lists more tensors than its files hold",
            {.expected = fmt::format("{} tensors", recorded.size()),
             .got = fmt::format("{} tensors", checkpoint.manifest.tensors.size())});
     }

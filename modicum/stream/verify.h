@@ -1,4 +1,4 @@
-// Compares the values in a saved checkpoint with the step's record. Part of the
+// Compares the values in a saved checkpoint with the checkpoint's record. Part of the
 // public header of `stream`.
 #pragma once
 
@@ -26,13 +26,13 @@ struct VerifyPart {
   uint64_t index = 0;
   uint64_t count = 1;
 };
-// Reads every byte of the step that open_step finds at `path`, or this caller's part. First checks
-// the digests of files (see StepFile); if all are right, checks the values of tensors. Records the
-// first fault of each file and goes on; a fault of a value has the tensor, the offset of the chunk
-// and both digests. Holds 4 MiB. Calls `poll` before each read; `poll` may end the call by throwing
-// CANCELLED or PREEMPTED. Throws the errors of open_step and open_checkpoint; INTEGRITY if the
-// files hold fewer tensors than the record lists, or if a tensor is in a file that the record does
-// not list.
+// Reads every byte of the checkpoint that open_step finds at `path`, or this caller's part. First
+// checks the digests of files (see StepFile); if all are right, checks the values of tensors.
+// Records the first fault of each file and goes on; a fault of a value has the tensor, the offset
+// of the chunk and both digests. Holds 4 MiB. Calls `poll` before each read; `poll` may end the
+// call by throwing CANCELLED or PREEMPTED. Throws the errors of open_step and open_checkpoint;
+// INTEGRITY if the files hold fewer tensors than the record lists, or if a tensor is in a file that
+// the record does not list.
 Verification verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                          const VerifyPart& part = {});
 // The first error of verify_step that is damage (is_damage), recorded or thrown. If there is none,

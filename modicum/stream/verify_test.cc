@@ -1,4 +1,4 @@
-// The damage of a step's values. Catches: a file that can't be read and counts as damaged.
+// The damage of a checkpoint's values. Catches: a file that can't be read and counts as damaged.
 #include "modicum/stream/verify.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 const std::string kStep = "/root/step-1";
 
-// A step with one tensor.
+// A checkpoint with one tensor.
 void save_one_tensor(MemoryFileSystem& files) {
   const StepInFlight step = begin_step(files, "/root", 1, {"host", 7, 11});
   const std::vector<TensorSpec> specs = {{"w", Role::param, DType::f32, {16}}};

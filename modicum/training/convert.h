@@ -44,7 +44,7 @@ struct ConvertTask {
 // Converts in a rank process, one file after the other. After a failure `out` does not exist, but a
 // later call with the same inputs continues after the finished files; its report has the losses of
 // all files. Throws MISMATCH for an overflow that is not allowed, naming the first element of the
-// first tensor of a file; INTEGRITY if a value of a step is not the saved one; the errors of
+// first tensor of a file; INTEGRITY if a value of a checkpoint is not the saved one; the errors of
 // run_ranks and ConversionJournal.
 ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show);
 

@@ -24,7 +24,7 @@ void require_node_flags(const RunFlags& flags, const NodeFlags& node) {
        {.expected = divisors, .got = fmt::format("{}", node.engine_tp)});
 }
 
-// A manifest as it will be opened from the saved step; the digests are not known yet.
+// A manifest as it will be opened from the saved checkpoint; the digests are not known yet.
 Manifest with_record(Manifest manifest) {
   manifest.recorded.resize(manifest.digest_chunks());
   return manifest;

@@ -11,8 +11,8 @@
 namespace modicum {
 
 // The run of `flags` that resumes from the saved checkpoint that run `saving`
-// writes with `plan` and `state`. The step need not exist yet. Throws the errors of run_of and
-// StateFiles::require_of.
+// writes with `plan` and `state`. The checkpoint need not exist yet. Throws the errors of run_of
+// and StateFiles::require_of.
 Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state);
 

@@ -25,7 +25,7 @@ struct LoadTask {
 };
 // If the run has an optimizer, also allocates its state, but makes no step. On failure removes the
 // directory `dump` that it has created. Throws the errors of run_ranks; INTEGRITY if a value of a
-// step is not the saved one.
+// checkpoint is not the saved one.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -69,7 +69,7 @@ struct LoadingRank {
 
   const uint64_t baseline_bytes;  // held before any allocation of the load
   Ledger ledger;
-  Charge resumed;  // what the launcher holds of a step's state until it ends
+  Charge resumed;  // what the launcher holds of a checkpoint's state until it ends
   const std::unique_ptr<Exchange> exchange;
   RankLoad load;
 };

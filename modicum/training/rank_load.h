@@ -44,9 +44,9 @@ class RankLoad {
   explicit RankLoad(const RankLoadTask& task, HostSink::CallerMemory caller_memory = {},
                     HostSink::Copy copy = {});
 
-  // Throws the errors of modicum::load; INTEGRITY if a value of a step is not the saved one.
+  // Throws the errors of modicum::load; INTEGRITY if a value of a checkpoint is not the saved one.
   void load();
-  // What was read of a step. Other ranks' parts are yet to be merged.
+  // What was read of a checkpoint. Other ranks' parts are yet to be merged.
   ComparedChunks& compared() noexcept { return compared_; }
   // Compares every loaded value in host memory with the checkpoint (Expectation). Throws INTEGRITY.
   void check_values();

@@ -11,15 +11,15 @@
 
 namespace modicum {
 
-// The optimizer's state of a step, which must have one. The constructor throws the errors of
+// The optimizer's state of a checkpoint, which must have one. The constructor throws the errors of
 // open_checkpoint; INTEGRITY.
 struct ResumeState {
   ResumeState(FileSystem& opened, const FoundStep& step);
 
-  const Checkpoint checkpoint;  // in the step's kStateDirectory
+  const Checkpoint checkpoint;  // in the checkpoint's kStateDirectory
   const StateFiles files;       // the files of that checkpoint
   const StateFacts facts;
-  const CarriedFiles carried;  // for a save that goes on from this step
+  const CarriedFiles carried;  // for a save that goes on from this checkpoint
 
   StateSource source() const noexcept { return {checkpoint, files, facts}; }
   // What reading it adds to the promise of `run`; see resume_footprint_of. Throws MISMATCH if it is
@@ -31,7 +31,7 @@ struct SaveTask {
   const SavePlan& plan;
   std::string root;            // the directory of the saved checkpoints
   int64_t step = 0;            // number of the step to save
-  std::optional<size_t> keep;  // number of newest intact steps to keep; empty: all
+  std::optional<size_t> keep;  // number of newest intact checkpoints to keep; empty: all
   // With an optimizer: the files of its state, and the number of training steps before the save.
   const StateFiles* state = nullptr;
   // The state that the checkpoint has, to go on from, in any format; it must fit the run
@@ -46,13 +46,13 @@ struct SaveTask {
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Loads, trains and saves. On failure no new step is visible, unless publish_step fails after its
-// rename. Throws the errors of run_ranks and StepSave; PREEMPTED after SIGTERM, unless the save may
-// finish (SaveTask::grace_ns) or is already being published.
+// Loads, trains and saves. On failure no new checkpoint is visible, unless publish_step fails after
+// its rename. Throws the errors of run_ranks and StepSave; PREEMPTED after SIGTERM, unless the save
+// may finish (SaveTask::grace_ns) or is already being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
 struct ResumeTask {
-  LoadTask load;  // of a step; its plan must have phase `resume` if there is a state
+  LoadTask load;  // of a checkpoint; its plan must have phase `resume` if there is a state
   // Must fit the run (StateFiles::require_of); null: no state is read.
   const ResumeState* state = nullptr;
   int steps = 0;  // number of training steps after the load

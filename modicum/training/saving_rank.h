@@ -28,8 +28,8 @@ struct SavePlace {
 // As require_recordable of a SavePlan.
 void require_recordable(const SaveTask& task);
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
-// call it at the same time. Throws the errors of save; INTEGRITY if a copied value of a step is not
-// the saved one.
+// call it at the same time. Throws the errors of save; INTEGRITY if a copied value of a checkpoint
+// is not the saved one.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       RankLoad& loaded, const RankOptimizer* optimizer);
 

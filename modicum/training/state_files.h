@@ -41,15 +41,15 @@ struct StateOf {
 std::vector<StateOf> state_of(const Run& run);
 // The tensors of their state, sorted by name.
 std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters);
-// A plane in a step's files: tensor FQN.suffix, and with `has_scales` also FQN.suffix_scale.
+// A plane in a checkpoint's files: tensor FQN.suffix, and with `has_scales` also FQN.suffix_scale.
 struct StoredPlane {
   Plane plane;
   std::string_view suffix;
   DType dtype;
   bool has_scales;
 };
-// How a step's files hold the state of a parameter. Without a master of its own the parameter is
-// the master, or its upper half.
+// How a checkpoint's files hold the state of a parameter. Without a master of its own the parameter
+// is the master, or its upper half.
 struct StateForm {
   StateFormat format = StateFormat::fp32;
   bool is_master = false;
@@ -57,7 +57,7 @@ struct StateForm {
 // Whether a state of format `format` holds the moments, or the master, in another form.
 bool is_moment_converted(const StateForm& saved, StateFormat format) noexcept;
 bool is_master_converted(const StateForm& saved, StateFormat format) noexcept;
-// The stored planes of a parameter in a step's files.
+// The stored planes of a parameter in a checkpoint's files.
 std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master);
 constexpr std::string_view kScaleSuffix = "_scale";
 
@@ -89,7 +89,7 @@ class StateFiles {
   // of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
-  // The files of a saved step. `saved` is the manifest of its kStateDirectory.
+  // The files of a saved checkpoint. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
   // Throws MISMATCH, naming a tensor, unless these files hold the state of exactly the parameters

@@ -11,9 +11,9 @@
 
 namespace modicum {
 
-// The optimizer's state of a step.
+// The optimizer's state of a checkpoint.
 struct StateSource {
-  const Checkpoint& checkpoint;  // in the step's kStateDirectory
+  const Checkpoint& checkpoint;  // in the checkpoint's kStateDirectory
   const StateFiles& files;       // the files of that checkpoint
   const StateFacts& facts;
 };

@@ -1,5 +1,5 @@
-// The state of a step is read into states of any format, which hold their masters in the parameters
-// or in memory of their own, as for parameters on a device.
+// The state of a checkpoint is read into states of any format, which hold their masters in the
+// parameters or in memory of their own, as for parameters on a device.
 //
 // The oracle is AdamW::import_from. Catches: an upper half that is taken from the parameter
 // although the state has its own; a block of scales that a shard begins within; windows that divide
@@ -77,7 +77,7 @@ std::vector<T> part_of(const std::vector<T>& whole, const ShardState& shard_stat
   return part;
 }
 
-// The parameter as a step has it: rounded as the format rounds.
+// The parameter as a checkpoint has it: rounded as the format rounds.
 std::vector<uint16_t> weights_of(const ShardState& saved) {
   if (saved.is_own) return saved.parameter;
   std::vector<uint16_t> weights(static_cast<size_t>(kNumel));

@@ -22,7 +22,7 @@ StepOwner this_process() {
   return {identity.host, identity.pid, identity.started};
 }
 
-// Removes what dead processes have left next to the step. Returns warnings of what remains.
+// Removes what dead processes have left next to the checkpoint. Returns warnings of what remains.
 std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
   return remove_leftovers(files, step, [](const StepOwner& owner) {
     return is_dead({owner.host, owner.pid, owner.started});
@@ -38,10 +38,10 @@ std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const StepInFlight& step)
   }
 }
 
-// The first damage in a step, which several threads read.
+// The first damage in a checkpoint, which several threads read.
 std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
                                      FunctionRef<void()> poll) {
-  constexpr int kMostReaders = 4;  // each holds 4 MiB and the step's record
+  constexpr int kMostReaders = 4;  // each holds 4 MiB and the checkpoint's record
   const int readers = std::min(usable_cpus(), kMostReaders);
   std::vector<std::optional<Error>> damages(static_cast<size_t>(readers));
   run_workers(readers, [&](int reader) {
@@ -94,9 +94,9 @@ std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::strin
 }
 
 std::string warning_of(const DamagedStep& damaged) {
-  return fmt::format("step {} was damaged and is now {} ({}), which Modicum never removes: {}",
-                     damaged.step, base_name(damaged.path), format_size(damaged.bytes),
-                     damaged.reason);
+  return fmt::format(
+      "the checkpoint of step {} was damaged and is now {} ({}), which Modicum never removes: {}",
+      damaged.step, base_name(damaged.path), format_size(damaged.bytes), damaged.reason);
 }
 
 std::optional<std::string> state_recipe_text(const Plan& plan) {
@@ -135,8 +135,8 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
   if (has_state) files_.make_directory(state_directory());
 }
 
-// Begins the step before it removes leftovers: a directory without COMMIT and without a step in
-// flight would look like the directory of another program.
+// Begins the checkpoint before it removes leftovers: a directory without COMMIT and without a
+// checkpoint in flight would look like the directory of another program.
 StepSave::StepSave(FileSystem& files, const StepDirectory& inside, int64_t step)
     : files_(files),
       root_(inside.directory),
@@ -217,7 +217,7 @@ void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, Sa
 }
 
 // Scripts write such files of their own, a tokenizer for example, into another program's directory
-// when the step is committed. So there a copied one is no part of the record.
+// when the checkpoint is committed. So there a copied one is no part of the record.
 void StepSave::place_companion(SavedStep& saved, const StepFile& file) {
   files_.rename(join_path(step_.directory, file.name), join_path(step_.root, file.name));
   saved.written_bytes += file.bytes;
@@ -278,13 +278,13 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
 // Commits without the lock, too: no committed work depends on it.
 void StepSave::commit(const PublishOptions& options, SavedStep& saved) {
   if (pid_ != getpid()) {
-    fail(Category::conflict, "a forked child does not publish the step of its parent",
+    fail(Category::conflict, "a forked child does not publish the checkpoint of its parent",
          {.file = base_name(step_.directory)});
   }
   SteadyClock clock;
   const RootLock lock(files_, step_.root, options.lock_limit_ns, clock, options.waits);
   owner_->require_ours();
-  owner_->remove();  // it is no file of the step
+  owner_->remove();  // it is no file of the checkpoint
   Publication published = publish_step(files_, step_, saved.record);
   is_published_ = true;
   saved.is_durable = published.is_durable;
@@ -296,10 +296,10 @@ void StepSave::commit(const PublishOptions& options, SavedStep& saved) {
     if (warning) saved.warnings.push_back(*warning);
   }
   if (lock.is_refused()) {
-    saved.warnings.push_back(
-        fmt::format("another save has published or removed steps here for {} s; this one did not "
-                    "wait for its end",
-                    options.lock_limit_ns / kNsPerSecond));
+    saved.warnings.push_back(fmt::format(
+        "another save has published or removed checkpoints here for {} s; this one did not "
+        "wait for its end",
+        options.lock_limit_ns / kNsPerSecond));
   }
 }
 

@@ -19,12 +19,12 @@ namespace modicum {
 void require_recordable(const SavePlan& plan, const Manifest* state,
                         std::span<const std::string> others = {});
 
-// The text of kStateRecipeFile; `plan` would load the saved step. Empty if every target is loaded
-// as stored, under its own name. Leaves out caller-provided targets, since a step does not have
-// them.
+// The text of kStateRecipeFile; `plan` would load the saved checkpoint. Empty if every target is
+// loaded as stored, under its own name. Leaves out caller-provided targets, since a checkpoint does
+// not have them.
 std::optional<std::string> state_recipe_text(const Plan& plan);
 
-// A published step.
+// A published checkpoint.
 struct SavedStep {
   int64_t step = 0;
   std::string path;
@@ -35,22 +35,22 @@ struct SavedStep {
   std::vector<std::string> warnings;
 };
 
-// A further file of a step. `name` may be in kExtraDirectory or kStateDirectory, which must then
-// exist. Without `text` a rank must have written and synced the file.
+// A further file of a checkpoint. `name` may be in kExtraDirectory or kStateDirectory, which must
+// then exist. Without `text` a rank must have written and synced the file.
 struct NewFile {
   std::string name;
   std::optional<std::string> text;
 };
 
-// Files of another step that a save copies: the options of the optimizer's groups, and a program's
-// own values (kExtraDirectory). The new record has that step's world size, since some of the values
-// are each rank's own.
+// Files of another checkpoint that a save copies: the options of the optimizer's groups, and a
+// program's own values (kExtraDirectory). The new record has that checkpoint's world size, since
+// some of the values are each rank's own.
 struct CarriedFiles {
   CarriedFiles() = default;
-  // `state`: the manifest of the step's state.
+  // `state`: the manifest of the checkpoint's state.
   CarriedFiles(const FoundStep& step, const Manifest& state);
 
-  std::string directory;  // the step
+  std::string directory;  // the checkpoint
   std::vector<StepFile> files;
   int world_size = 0;
 };
@@ -65,7 +65,7 @@ struct PublishOptions {
   std::function<void()> waits = [] {};  // called meanwhile; may throw
 };
 
-// Call it before a save of `step`. If the root has a step of this number, reads all of it, on
+// Call it before a save of `step`. If the root has a checkpoint of this number, reads all of it, on
 // several threads, and renames it if it is damaged; see set_aside. An intact one stays, and so does
 // a link or a file of this name: begin_step refuses them. Calls `poll` before each read, on any
 // thread; see verify_step. Throws errors of the reads that are no damage (is_damage).
@@ -75,18 +75,19 @@ std::string warning_of(const DamagedStep& damaged);
 
 // Construct it before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
-// destructor removes the written files unless the step was published. Not thread-safe. The process
-// that constructs it owns the step (owner.h); in a forked child the destructor does nothing.
+// destructor removes the written files unless the checkpoint was published. Not thread-safe. The
+// process that constructs it owns the checkpoint (owner.h); in a forked child the destructor does
+// nothing.
 class StepSave {
  public:
   // Also removes files that dead processes have left in the root. `has_state`: makes
-  // the directory of an optimizer's state. `keep`: the number of intact steps to keep; empty: all.
-  // Throws the errors of begin_step.
+  // the directory of an optimizer's state. `keep`: the number of intact checkpoints to keep; empty:
+  // all. Throws the errors of begin_step.
   StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false,
            std::optional<size_t> keep = {});
-  // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
-  // tensors, such as its tokenizer, are copied only if the directory has no file of that name, and
-  // are not in the record: others may replace them.
+  // The checkpoint becomes `inside.directory` itself; see begin_step_in. The source's files that
+  // are not tensors, such as its tokenizer, are copied only if the directory has no file of that
+  // name, and are not in the record: others may replace them.
   struct StepDirectory {
     std::string directory;
   };
@@ -103,10 +104,10 @@ class StepSave {
     const Manifest& manifest;
     std::string facts;  // the text of kStateFile
   };
-  // Proves the sums, writes the other files and the record, and commits. Then removes old steps of
-  // the root, if `keep` was given; see keep_newest. Throws INTEGRITY, naming
-  // the tensor, if an element was not written exactly once; CONFLICT if another process has
-  // published the step, or has taken this one for left over; and the errors of publish_step.
+  // Proves the sums, writes the other files and the record, and commits. Then removes old
+  // checkpoints of the root, if `keep` was given; see keep_newest. Throws INTEGRITY, naming the
+  // tensor, if an element was not written exactly once; CONFLICT if another process has published
+  // the checkpoint, or has taken this one for left over; and the errors of publish_step.
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
                     const std::optional<SavedState>& state = {},
                     const PublishOptions& options = {});

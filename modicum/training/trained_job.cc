@@ -151,7 +151,8 @@ RankOutcome RankLife::highest(std::initializer_list<LifePart> life_parts) const 
 }
 
 JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
-  std::optional<StopSignals> stop;  // a stop signal throws, so that the step in flight is removed
+  std::optional<StopSignals>
+      stop;  // a stop signal throws, so that the checkpoint in flight is removed
   std::optional<DamagedStep> damaged;
   std::optional<StepSave> step;
   if (const SaveTask* const save = job.save) {

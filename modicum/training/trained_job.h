@@ -51,15 +51,17 @@ struct JobOutcome {
   double ranks_s = 0;  // until the last rank has ended
   uint64_t launcher_bytes = 0;
   std::optional<uint64_t> cgroup_peak_bytes;
-  // With a save: the published step, with the warnings, and the damaged step of its number.
+  // With a save: the published checkpoint, with the warnings, and the damaged checkpoint of its
+  // number.
   std::optional<SavedStep> saved;
   std::optional<DamagedStep> damaged;
   bool is_preempted = false;
 };
 
-// Lives the job in the world of its load, and publishes the saved step. On failure no new step
-// is visible, unless publish_step fails after its rename. Throws the errors of run_ranks and
-// StepSave; INTEGRITY if a value of a step is not the saved one; PREEMPTED as save_in_ranks.
+// Lives the job in the world of its load, and publishes the saved checkpoint. On failure no new
+// checkpoint is visible, unless publish_step fails after its rename. Throws the errors of run_ranks
+// and StepSave; INTEGRITY if a value of a checkpoint is not the saved one; PREEMPTED as
+// save_in_ranks.
 JobOutcome run_job(const TrainedJob& job, ShowBytes show);
 
 }  // namespace modicum

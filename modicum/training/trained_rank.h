@@ -34,7 +34,8 @@ class TrainedRank {
   void cast_masters() {
     optimizer_.cast_masters([this] { world_.board.beat(rank_, 0); });
   }
-  // Reads the state of a step, and gives `pages` its sums. The ranks hold the step's values.
+  // Reads the state of a checkpoint, and gives `pages` its sums. The ranks hold the checkpoint's
+  // values.
   void read_state(const ResumeState& from, const ComparedPages& pages) {
     const ReportedPhase phase(loading_rank_.ledger.reporter(), "resume");
     ComparedChunks compared(from.checkpoint.manifest, kStateFolder);

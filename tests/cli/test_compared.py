@@ -1,8 +1,8 @@
-"""Every reader of a saved checkpoint compares what it reads with the step's
+"""Every reader of a saved checkpoint compares what it reads with the checkpoint's
 record: a flipped bit in any file or tensor ends it with 12, or the tensor is reported as not
 compared, and nothing is published.
 
-Catches: the values of one reader are not compared; the state of a step that has no digest in its
+Catches: the values of one reader are not compared; the state of a checkpoint that has no digest in its
 state.json is not compared; a text is not compared; a conversion keeps a file with damaged values
 for the next call; unused tensors are copied without being compared.
 """
@@ -23,7 +23,7 @@ STATE_READERS = ("resume", "resume as another")
 
 
 def step_of(modicum: Path, front: str, directory: Path) -> Path:
-    """A step in ROOT `directory`, with AdamW's state if the front saves it."""
+    """A checkpoint in ROOT `directory`, with AdamW's state if the front saves it."""
     model, first = directory / "model", directory / "first"
     run_json(modicum, "synth", model, "--arch", "tiny-moe", "--shard-size", 300)
     run_json(
@@ -128,7 +128,7 @@ def test_reports_say_what_was_compared(modicum: Path, tmp_path: Path) -> None:
     plain = run_json(modicum, "load", tmp_path / "convert")
     assert (plain["compared_bytes"], plain["not_compared"]) == (0, [])
     text = run(modicum, "load", step).stdout
-    assert "equal the record of the step" in text
+    assert "equal the record of the checkpoint" in text
 
 
 def test_unused_tensors_are_compared_when_they_are_copied(modicum: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A job that is restarted where its newest saved checkpoint is damaged: `resume`
-goes back to an older one, the job saves the damaged number again, and retention keeps intact steps.
+goes back to an older one, the job saves the damaged number again, and retention keeps intact checkpoints.
 
-Catches: a step whose values are wrong ends `resume ROOT`; an intact step is set aside; a damaged
-one ends the save of its number; a step that can't be read counts as damaged.
+Catches: a checkpoint whose values are wrong ends `resume ROOT`; an intact checkpoint is set aside; a damaged
+one ends the save of its number; a checkpoint that can't be read counts as damaged.
 """
 
 import os
@@ -82,11 +82,11 @@ def test_no_step_of_a_root_passes(modicum: Path, model: Path, tmp_path: Path) ->
         flip(root / f"step-{number}/model.safetensors")
     error = failure(modicum, 19, "resume", root)
     assert error["category"] == "UNCOMMITTED"
-    assert "none of 2 step(s) is intact; step-2: INTEGRITY" in error["message"]
+    assert "none of 2 checkpoint(s) is intact; step-2: INTEGRITY" in error["message"]
 
 
 def test_what_is_no_damaged_step_is_left_alone(modicum: Path, model: Path, tmp_path: Path) -> None:
-    """An intact step, a link to a damaged one, and a file."""
+    """An intact checkpoint, a link to a damaged one, and a file."""
     root, other = tmp_path / "root", tmp_path / "other"
     run_json(modicum, "save", model, root, "--step", 1)
     run_json(modicum, "save", model, other, "--step", 2)
@@ -123,12 +123,12 @@ def test_a_step_that_cannot_be_read_is_not_damaged(
     if file == "COMMIT":  # read at the beginning, too
         assert done.code == 13, done
     else:
-        assert done.code == 0 and "old steps could not be removed: IO" in done.stdout, done
+        assert done.code == 0 and "old checkpoints could not be removed: IO" in done.stdout, done
     assert names_in(root)[:3] == before
 
 
 def test_other_weights_in_a_step_damage_it(modicum: Path, model: Path, tmp_path: Path) -> None:
-    """With them no reader can tell which weights are the step's."""
+    """With them no reader can tell which weights are the checkpoint's."""
     root = tmp_path / "root"
     for number in (1, 2):
         run_json(modicum, "save", model, root, "--step", number, "--shard-size", 300)

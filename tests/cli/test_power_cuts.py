@@ -1,9 +1,9 @@
 """Power cuts on real ext4 and xfs file systems: the power fails before a system call of a save (a
 sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log written or
-lost. After the recovery every visible saved checkpoint is intact, and no step is
+lost. After the recovery every visible checkpoint is intact, and no checkpoint is
 lost that was visible before the save or that the save has acknowledged by exit code 0.
 
-Catches: a step is visible while its files are written.
+Catches: a checkpoint is visible while its files are written.
 """
 
 import random
@@ -35,7 +35,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> FaultyFiles:
 
 @dataclass
 class Saving:
-    """Saves steps of one model to one file system. `step` is the number of the last save."""
+    """Saves checkpoints of one model to one file system. `step` is the number of the last save."""
 
     modicum: Path
     moe: Path
@@ -69,7 +69,7 @@ class Saving:
         return done.code, hit.calls
 
     def cut(self, at: int, flags: int) -> None:
-        """Saves the next step, cuts the power before call `at` (after the save if it makes fewer
+        """Saves the next checkpoint, cuts the power before call `at` (after the save if it makes fewer
         calls), and checks the steps after the recovery."""
         self.disk.mount()
         for old in sorted(self.root.glob("step-*"))[:-2]:
@@ -85,8 +85,8 @@ class Saving:
         self.disk.mount()
         after, case = self.visible(), (self.disk.kind, self.ranks, at, flags, code)
         verified = run(self.modicum, "verify", self.root, "--json")
-        assert verified.code == 0, (case, verified.stdout)  # every visible step is intact
-        assert after >= before, case  # no older step is lost
+        assert verified.code == 0, (case, verified.stdout)  # every visible checkpoint is intact
+        assert after >= before, case  # no older checkpoint is lost
         assert code != 0 or self.step in after, case  # nor the new one, if it was acknowledged
         assert after <= before | {self.step}, case
         self.disk.unmount()

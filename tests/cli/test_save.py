@@ -1,13 +1,13 @@
 """The verbs `save`, `resume` and `verify`. A saved checkpoint has the names,
 dtypes and bits of the loaded model, whatever ranks and layouts write and read it. A save keeps its
-promise of memory. If it is killed, the step is complete or absent. An error names a damaged file.
+promise of memory. If it is killed, the checkpoint is complete or absent. An error names a damaged file.
 
-Catches: a step is visible before it is complete; files of a dead save are kept, or those of a
-living one removed; no digest covers some byte; the newest step is resumed without a check; the
+Catches: a checkpoint is visible before it is complete; files of a dead save are kept, or those of a
+living one removed; no digest covers some byte; the newest checkpoint is resumed without a check; the
 promise does not include the save; a SHA-256 is not compared; a directory with an unfinished save
-passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep` removes the step
+passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep` removes the checkpoint
 just saved; a dangling link fails the save; an adapter gets a model's file name; another program's
-manifest.json makes a directory a step; the error of a damaged file lacks its step; an optimizer's
+manifest.json makes a directory a checkpoint; the error of a damaged file lacks its checkpoint; an optimizer's
 state that a save leaves out without a word.
 """
 
@@ -252,7 +252,7 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
 def test_a_state_is_resumed_with_its_recipe(
     modicum: Path, moe: Path, tmp_path: Path, how: str
 ) -> None:
-    """The step has a recipe, since its parameters are not all stored under their own names."""
+    """The checkpoint has a recipe, since its parameters are not all stored under their own names."""
     names = list(tensors_of(moe))
     targets: dict[str, object] = {name: {"op": "stored", "name": name} for name in names}
     experts = [name for name in names if ".experts." in name and "gate_proj" in name]
@@ -355,13 +355,13 @@ def test_keep_counts_intact_steps_only(modicum: Path, moe: Path, tmp_path: Path)
     root = tmp_path / "root"
     for step in (1, 2, 3):
         run_json(modicum, "save", moe, root, "--step", step)
-    (root / "step-3/config.json").unlink()  # a damaged step is neither counted nor removed
+    (root / "step-3/config.json").unlink()  # a damaged checkpoint is neither counted nor removed
     run_json(modicum, "save", moe, root, "--step", 4, "--keep", 2)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2", "step-3", "step-4"]
 
 
 def test_keep_counts_the_step_just_saved(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """After a rollback later steps exist: the new step stays, and so do the last ones of them."""
+    """After a rollback later checkpoints exist: the new checkpoint stays, and so do the last ones of them."""
     root = tmp_path / "root"
     for step in (10, 20, 30):
         run_json(modicum, "save", moe, root, "--step", step)
@@ -459,12 +459,12 @@ def test_every_damaged_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -
             done = run(modicum, "verify", root / "step-2", "--json")
             is_commit_missing = (path.name, fault) == ("COMMIT", "missing")
             assert done.code in ((19,) if is_commit_missing else (12, 13)), (path, fault)
-            # COMMIT has the digest of manifest.json: another step's does not fit.
+            # COMMIT has the digest of manifest.json: another checkpoint's does not fit.
             named = "manifest.json" if (path.name, fault) == ("COMMIT", "replaced") else path.name
             assert named in done.stderr, (path.name, fault, done.stderr)
             assert not done.json["ok"]
             if fault == "replaced" and path.name not in ("manifest.json", "COMMIT"):
-                continue  # `resume` chooses a step by its lengths, and compares values afterwards
+                continue  # `resume` chooses a checkpoint by its lengths, and compares values afterwards
             resumed = run_json(modicum, "resume", root, "--ranks", 2)
             assert resumed["resumed"]["step"] == 1
             (skipped,) = resumed["skipped"]
@@ -487,7 +487,7 @@ def test_a_damaged_value_is_named_with_its_step(modicum: Path, moe: Path, tmp_pa
 
 
 def test_a_save_of_a_step_with_state_warns(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """Only the weights of the step are loaded."""
+    """Only the weights of the checkpoint are loaded."""
     words = ("--step", 1, "--optimizer", "adamw:fp32")
     assert run_json(modicum, "save", moe, tmp_path / "root", *words)["warnings"] == []
     step = tmp_path / "root/step-1"
@@ -536,7 +536,7 @@ def test_an_unfinished_save_is_not_committed(
 
 
 def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """A converted step next to the steps, and another program's manifest.json next to a model."""
+    """A converted checkpoint next to the saved ones, and another program's manifest.json next to a model."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1)
     run_json(modicum, "convert", root / "step-1", root / "step-1-hf")
@@ -547,13 +547,13 @@ def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Pa
         files = run_json(modicum, "verify", root)["files"]
         assert {file["name"].split("/")[0] for file in files} == {"step-1"}
     (root / "step-1/COMMIT").unlink()
-    (root / "step-1").rename(root / "model")  # the record alone: a step that is not committed
+    (root / "step-1").rename(root / "model")  # the record alone: a checkpoint that is not committed
     assert run(modicum, "verify", root / "model", "--json").code == 19
 
 
 def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    """A save is killed at a random moment. Then `resume` loads its step, if that was committed, or
-    the step before; at the end the next save has removed the files of all killed ones."""
+    """A save is killed at a random moment. Then `resume` loads its checkpoint, if that was committed, or
+    the checkpoint before; at the end the next save has removed the files of all killed ones."""
     root = tmp_path / "root"
     first = run_json(modicum, "save", gpt2, root, "--step", 1, "--ranks", 2)
     begin = time.monotonic()

@@ -1,7 +1,7 @@
 """Saves in each of which one system call fails, and saves that are killed.
 
 Catches: an error is swallowed, or has another category; EINTR is an error; a short write counts as
-complete; a step is visible before it is complete; an old step is changed; files of dead saves are
+complete; a checkpoint is visible before it is complete; an old checkpoint is changed; files of dead saves are
 kept, or those of living ones removed.
 """
 
@@ -79,7 +79,7 @@ def test_a_failing_call_never_damages_a_step(
     modicum: Path, moe: Path, tmp_path: Path, faulty: FaultyFiles, fault: str, sample: int | None
 ) -> None:
     """The fault hits each call of a save in turn, or a sample of them. The save succeeds, or fails
-    with the right error; an older step is unchanged, and no visible step is damaged."""
+    with the right error; an older checkpoint is unchanged, and no visible checkpoint is damaged."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1, *TRAINED)
     old = bytes_of(root / "step-1")
@@ -133,7 +133,7 @@ def test_a_failed_write_back_is_not_swallowed(modicum: Path, tmp_path: Path) -> 
 
 
 def assert_complete(step: Path, first: dict[str, bytes]) -> None:
-    """Asserts that a step has the files of the first one, and that its COMMIT has the length and
+    """Asserts that a checkpoint has the files of the first one, and that its COMMIT has the length and
     the uuid of its manifest.json."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
@@ -150,7 +150,7 @@ def victim_of(process: subprocess.Popen[bytes], rng: random.Random) -> int:
 
 
 def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int]]:
-    """The numbers of `at_once` steps at a time, for `kills` steps in all."""
+    """The numbers of `at_once` steps at a time, for `kills` saves in all."""
     for _ in range(kills // at_once):
         yield list(itertools.islice(steps, at_once))
 

@@ -1,10 +1,10 @@
 """Damage of every file of a saved checkpoint: the file is missing, one byte
-shorter, replaced by that of an older step (stale), exchanged with a file of equal length, or has
-one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, also if
+shorter, replaced by that of an older checkpoint (stale), exchanged with a file of equal length, or has
+one flipped bit. `verify` finds each damage and names the file. `resume` skips such a checkpoint, also if
 only values of tensors are damaged, which it compares while it loads them.
 
 Catches: no digest covers some byte; a header, a configuration or the number of optimizer steps is
-resumed without a check; the newest step is chosen by the lengths of its files alone.
+resumed without a check; the newest checkpoint is chosen by the lengths of its files alone.
 """
 
 import json
@@ -40,7 +40,7 @@ class Saved:
         return self.root / "step-2"
 
     def names(self) -> list[str]:
-        """The relative paths of the step's files."""
+        """The relative paths of the checkpoint's files."""
         files = [path for path in self.intact.rglob("*") if path.is_file()]
         return sorted(str(path.relative_to(self.intact)) for path in files)
 
@@ -57,7 +57,7 @@ def saved(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     run_json(modicum, "synth", model, "--arch", "tiny-moe", "--shard-size", 300)
     for name in ("generation_config.json", "tokenizer.json", "modeling_tiny.py"):
         (model / name).write_text(json.dumps({"is": name.ljust(30)}))
-    # A renamed tensor, so that the step has a recipe for its state.
+    # A renamed tensor, so that the checkpoint has a recipe for its state.
     names = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
     targets = {name: {"op": "stored", "name": name} for name in names}
     targets["renamed"] = targets.pop(min(names))
@@ -75,7 +75,7 @@ def header_end(data: bytes) -> int:
 
 
 def same_length(saved: Saved, name: str) -> str | None:
-    """Another file of the step with the same length and other bytes; None if there is none."""
+    """Another file of the checkpoint with the same length and other bytes; None if there is none."""
     data = (saved.intact / name).read_bytes()
     for other in saved.names():
         found = (saved.intact / other).read_bytes()
@@ -211,7 +211,7 @@ def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
 
 
 def test_a_commit_of_a_tebibyte_is_damage(modicum: Path, saved: Saved, tmp_path: Path) -> None:
-    """It is not read: `resume` skips its step, `verify` names it, and a save with retention does
+    """It is not read: `resume` skips its checkpoint, `verify` names it, and a save with retention does
     not count it."""
     root = tmp_path / "root"
     shutil.copytree(saved.root, root)

@@ -1,5 +1,5 @@
-"""`modicum save` of a model that was not trained writes a step that `from_pretrained` loads exactly
-like the source checkpoint: the same bits, buffers and ties. The step's files have the source's
+"""`modicum save` of a model that was not trained writes a checkpoint that `from_pretrained` loads exactly
+like the source checkpoint: the same bits, buffers and ties. The checkpoint's files have the source's
 tensors under their names, in their shapes and dtypes.
 
 The oracle is transformers. Catches: a stored tensor of which only a part is loaded, and which
@@ -74,7 +74,7 @@ def assert_same_model(saved: Any, source: Any) -> None:
 
 def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out: set[str]) -> None:
     """Asserts that the files of `step` have the tensors of `source`, bit for bit if the dtype is
-    the same. Only those in `left_out` may be missing or differ: the step then has tensors of
+    the same. Only those in `left_out` may be missing or differ: the checkpoint then has tensors of
     `model`, under the names of its state dict."""
     assert source.keys() - step.keys() == left_out - step.keys()
     dtypes = {tensor.dtype for tensor in model.values()}
@@ -125,7 +125,7 @@ def test_an_untrained_step_loads_like_its_source(
 
 
 def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -> None:
-    """PEFT renames every tensor of the base model; the step has the source's names."""
+    """PEFT renames every tensor of the base model; the checkpoint has the source's names."""
     peft = pytest.importorskip("peft")
     family = next(family for family in FAMILIES if family.name == "llama_tied")
     directory = family.write(family.build(), tmp_path / "model")

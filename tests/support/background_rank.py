@@ -66,7 +66,7 @@ def loaded(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, A
 def both(
     directory: str, root: str, cut: Cut, kind: tuple[str, str], room: tuple[int | None, int]
 ) -> dict[str, Any]:
-    """Saves a step in the foreground, and in the background during further steps. `kind`: optimizer
+    """Saves a checkpoint in the foreground, and in the background during further steps. `kind`: optimizer
     and dtype; `room`: as for `window`."""
     pause_us = 20 if cut.dim == 1 else 4000  # along dim 1 each row is a separate write
     with window(*room):
@@ -106,7 +106,7 @@ def told_of(error: Exception) -> dict[str, Any]:
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a step, then a second one in the background, which must fail, and then a third one,
+    """Saves a checkpoint, then a second one in the background, which must fail, and then a third one,
     which must succeed.
 
     Args:
@@ -148,7 +148,7 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 
 def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
-    """Saves the same step in the foreground and in the background. Meanwhile makes the call `what`,
+    """Saves the same checkpoint in the foreground and in the background. Meanwhile makes the call `what`,
     which must wait for the save. Returns the save's report, and the seconds that the call took.
     The root is relative, and the process goes to another directory during the save."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
@@ -290,7 +290,7 @@ def preempted(
     or the save raises.
     `how`: the grace in seconds; the pause of each write in microseconds; and what the program does
     meanwhile: "polls"; "computes", without a call of Modicum after a step that is skipped; or
-    "steps", and gets SIGTERM in the middle of a step."""
+    "steps", and gets SIGTERM in the middle of a checkpoint."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us, does = how
     with slow(pause_us):
@@ -316,7 +316,7 @@ def preempted(
 
 
 def skip(optimizer: modicum.torch.AdamW) -> None:
-    """Makes a step that is skipped, since its gradients are not finite."""
+    """Makes a checkpoint that is skipped, since its gradients are not finite."""
     before = optimizer.skipped_steps
     for group in optimizer.param_groups:
         for parameter in group["params"]:

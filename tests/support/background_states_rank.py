@@ -105,7 +105,7 @@ def delivers(directory: str, root: str, cut: Cut, calls: list[str]) -> list[dict
 
 def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     """A save in the background during events that must not end it, and one whose root is renamed.
-    Whether a step became visible without any other call of the program, by event."""
+    Whether a checkpoint became visible without any other call of the program, by event."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     found: dict[str, Any] = {}
 
@@ -209,7 +209,7 @@ def parted(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str, Any]:
-    """A rank dies during a save. `when`: rank 0 dies "before" or "after" it publishes the step; or
+    """A rank dies during a save. `when`: rank 0 dies "before" or "after" it publishes the checkpoint; or
     rank 1 dies "soon", at a random time. Returns the other rank's outcome. An odd `seed` ends the
     process by `_exit`, an even one by SIGKILL."""
     model, ours = loaded(directory, cut, "fp32", "float32")
@@ -234,7 +234,7 @@ def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str
 
 
 def terminated(directory: str, root: str, cut: Cut, marks: str, seed: int) -> dict[str, Any]:
-    """The test sends SIGTERM at a random time of a save in the background, during steps of which
+    """The test sends SIGTERM at a random time of a save in the background, during checkpoints of which
     some are skipped."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     chance = random.Random(seed)

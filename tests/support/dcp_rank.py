@@ -88,7 +88,7 @@ def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
 
 
 def dcp_error(directory: str, step: str, cut: Cut, reader: str) -> str:
-    """The text of the error of a load of a step, "" if there is none."""
+    """The text of the error of a load of a checkpoint, "" if there is none."""
     model, stepping = trained(directory, cut)
     state: dict[str, Any] = get_model_state_dict(model)
     rules = LoadRules()  # the Hugging Face files
@@ -126,7 +126,7 @@ def dcp_loads_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
-    """Resumes by `modicum.torch.resume` from a step that DCP has saved."""
+    """Resumes by `modicum.torch.resume` from a checkpoint that DCP has saved."""
     model, stepping = trained(directory, cut)
     report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
     before = whole(model, stepping)

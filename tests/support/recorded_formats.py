@@ -129,7 +129,7 @@ def read_checkpoint(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_step(program: Path, path: Path, scratch: Path, *, trains: bool = False) -> Facts:
-    """A step, or the newest of a root. `trains`: it has the state of AdamW, with which it also
+    """A checkpoint, or the newest of a root. `trains`: it has the state of AdamW, with which it also
     makes a step."""
     none = () if trains else ("--optimizer", "none")
     resumed = run_json(program, "resume", path, "--ranks", 1, *none)
@@ -159,7 +159,7 @@ def read_trained(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_torch(kind: str, path: Path, cls: type[nn.Module] = Small) -> Facts:
-    """A step of `modicum.torch.save`. `kind`: as for `optimizer_of`, or "" for none."""
+    """A checkpoint of `modicum.torch.save`. `kind`: as for `optimizer_of`, or "" for none."""
     import modicum.torch
 
     model = cls()
@@ -206,7 +206,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def read_dcp(path: Path) -> Facts:
-    """A step of `modicum.torch.dcp.Writer`."""
+    """A checkpoint of `modicum.torch.dcp.Writer`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
         set_model_state_dict,
@@ -229,7 +229,7 @@ def read_dcp(path: Path) -> Facts:
 
 
 def read_dcp_directory(program: Path, path: Path, scratch: Path) -> Facts:
-    """A directory of torch: converted to a step."""
+    """A directory of torch: converted to a checkpoint."""
     from modicum.imports import import_checkpoint
 
     made = import_checkpoint(path, scratch / "steps", step=2, optimizer="AdamW", budget="none")
@@ -240,7 +240,7 @@ def read_dcp_directory(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_zero(program: Path, path: Path, scratch: Path) -> Facts:
-    """A directory of DeepSpeed: converted to a step."""
+    """A directory of DeepSpeed: converted to a checkpoint."""
     from modicum.imports import import_checkpoint
 
     made = import_checkpoint(path, scratch / "steps", budget="none")
@@ -386,7 +386,7 @@ def read_conversion(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_killed_save(program: Path, path: Path, scratch: Path) -> Facts:
-    """A root in which a program was killed, in a copy: its newest step is resumed, and a further
+    """A root in which a program was killed, in a copy: its newest checkpoint is resumed, and a further
     save succeeds. That save names in a warning what it does not remove."""
     work = scratch / path.name
     shutil.copytree(path, work)
@@ -425,7 +425,7 @@ def _torch(kind: str, cls: type[nn.Module] = Small) -> Fixture:
 
 
 def _and_step(front: str, read: Callable[[Path], Facts]) -> Fixture:
-    """A step that the command line reads, too, but without its optimizer's state."""
+    """A checkpoint that the command line reads, too, but without its optimizer's state."""
     return Fixture(front, lambda program, path, scratch: {
         "command-line": read_step(program, path, scratch)} | read(path))  # fmt: skip
 
@@ -484,7 +484,7 @@ def answer(program: Path, *words: object) -> Facts | str:
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    """The texts of the JSON files and COMMIT of a step."""
+    """The texts of the JSON files and COMMIT of a checkpoint."""
     files = [*folder.rglob("*.json"), *folder.glob("COMMIT")]
     return {str(file.relative_to(folder)): file.read_text() for file in sorted(files)}
 

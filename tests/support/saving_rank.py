@@ -1,4 +1,4 @@
-"""Acts (functions that ranks run by name, see torch_rank.py) that save steps and resume from
+"""Acts (functions that ranks run by name, see torch_rank.py) that save checkpoints and resume from
 them."""
 
 import gc
@@ -143,7 +143,7 @@ def resumes(
 
 
 def compares(directory: str, root: str, cut: Cut, *, optimizer: str = "fp32") -> dict[str, Any]:
-    """What a resume reports of its comparison with the step's record, or its error."""
+    """What a resume reports of its comparison with the checkpoint's record, or its error."""
     model, stepping = made(directory, cut, optimizer, "float32")
     try:
         report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
@@ -153,7 +153,7 @@ def compares(directory: str, root: str, cut: Cut, *, optimizer: str = "fp32") ->
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a step, and then one more that must fail. Returns the error's facts."""
+    """Saves a checkpoint, and then one more that must fail. Returns the error's facts."""
     model, stepping = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=stepping, progress=False)
     modicum.torch.save(model, root, step=1, optimizer=stepping)

@@ -180,7 +180,7 @@ def train_and_resume(directory: str, folder: str, case: str) -> None:
 
     other = Run(directory, folder, case)
     assert other.handler.load_checkpoint() == 2
-    other.handler.save_checkpoint(2)  # replaces the step from which it was resumed
+    other.handler.save_checkpoint(2)  # replaces the checkpoint from which it was resumed
     assert_saved(other, folder, case)
     assert [other.step(), other.step()] == expected
     got = other.tensors()

@@ -15,7 +15,7 @@ class Error(Exception):
     code: int = 70
     """The exit code of the command line for this category."""
     file: str | None = None
-    """Base name of the file; of a text of a saved checkpoint, its name in the step."""
+    """Base name of the file; of a text of a saved checkpoint, its name in the checkpoint."""
     tensor: str | None = None
     """Name of the stored tensor or of the parameter."""
     offset: int | None = None

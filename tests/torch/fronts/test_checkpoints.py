@@ -176,7 +176,7 @@ def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) ->
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     assert_verifies(modicum, out)
     (out / "tokenizer.json").unlink()
-    assert "INTEGRITY: a file of the step is missing" in fault_of(out)
+    assert "INTEGRITY: a file of the checkpoint is missing" in fault_of(out)
 
 
 def test_weights_of_another_program_are_replaced(tmp_path: Path, modicum: Path) -> None:
@@ -354,7 +354,7 @@ def test_total_limit_and_load_state_use_the_newest_whole_checkpoint(
     reasons = [one.partition("is skipped: ")[2].partition(" (")[0] for one in resumed[0]["warned"]]
     assert reasons == [
         "INTEGRITY: the values are not those that were saved",
-        *["UNCOMMITTED: the step was not committed"] * 2,
+        *["UNCOMMITTED: the checkpoint was not committed"] * 2,
     ]
     two.ask("accelerate_saves", times=1, **how)
     assert [path.name for path in folder.iterdir()] == ["checkpoint_0"]
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_was_not_committed_is_refused(
     (folder / ".partial-0-host-1-1-0").mkdir()
     (folder / "COMMIT").unlink()
     two.tell("accelerate_resumes", **how)
-    assert "UNCOMMITTED: the step was not committed" in refused(two.hear())
+    assert "UNCOMMITTED: the checkpoint was not committed" in refused(two.hear())
 
 
 def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model: str) -> None:
@@ -563,7 +563,7 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     two.tell("trains", resume=str(folder / "checkpoint-6"), **how)
     assert "UNCOMMITTED" in refused(two.hear())
     two.tell("trains", resume=str(folder / "checkpoint-4"), **how)
-    assert "INTEGRITY: a file of the step has another length" in refused(two.hear())
+    assert "INTEGRITY: a file of the checkpoint has another length" in refused(two.hear())
     (again, _) = two.ask("trains", resume="last", **how)
     assert [one for one in again["warned"] if "checkpoint-5 is skipped: INTEGRITY: the val" in one]
     assert set(again["losses"]) == {3, 4, 5, 6}

@@ -1,6 +1,6 @@
 """`modicum.torch.save` writes the adapters of a PeftModel alone, without the base model.
 
-The oracle is PEFT: the saved step (checkpoint directory) has the same tensors and settings as the
+The oracle is PEFT: the saved checkpoint has the same tensors and settings as the
 directory of `save_pretrained`, and `PeftModel.from_pretrained` makes the saved model of it. Must
 fail for these mutants: a base model that is saved, too; a trained tensor that is in no file;
 tensors under Modicum's names instead of PEFT's; a config that differs by rank in the order of its
@@ -112,7 +112,7 @@ def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", CONFIGS)
 def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
-    """A resumed step of adapters has no base model, so a later save of all tensors needs
+    """A resumed checkpoint of adapters has no base model, so a later save of all tensors needs
     `source=`."""
     model = wrapped(how, 1)
     front.save(model, tmp_path / "steps", step=5)

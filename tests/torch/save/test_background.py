@@ -6,7 +6,7 @@ buffer of limited size; if the window is full, the step waits until the block is
 oracles are a save of the same state in the foreground, which writes equal files, and a training
 without a save. Catches: a block that a step overwrites before it is read, in any state format; a
 step of another optimizer, a load, another save or an exit that does not wait for the save; a tensor
-that the program changes without an error; a saved step that is committed before all ranks have
+that the program changes without an error; a saved checkpoint that is committed before all ranks have
 written; a window that is not in the promise, or is larger than promised; a rank that goes on after
 another one has failed; a SIGTERM that waits for the program's next call, or is handled in the
 middle of an optimizer step.
@@ -84,7 +84,7 @@ def model(worlds: Worlds, place: Path) -> str:
 
 @pytest.fixture
 def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A new directory below `place` for the steps of one test."""
+    """A new directory below `place` for the checkpoints of one test."""
     made = place / f"root-{abs(hash(request.node.name))}"
     made.mkdir()
     yield made
@@ -102,7 +102,7 @@ def files_of(step: Path) -> dict[str, bytes]:
 
 
 def assert_same_step(root: Path, program: Path) -> None:
-    """Asserts that the steps saved in the foreground and in the background have equal files, and
+    """Asserts that the checkpoints saved in the foreground and in the background have equal files, and
     that `modicum verify` accepts the latter."""
     fore, back = files_of(root / "fore/step-2"), files_of(root / "back/step-2")
     assert fore.keys() == back.keys()
@@ -154,7 +154,7 @@ def test_the_step_is_that_of_the_foreground(
 def test_other_optimizers_wait(
     worlds: Worlds, model: str, root: Path, modicum: Path, optimizer: str
 ) -> None:
-    """The first step of torch's optimizer after the call waits until the saved step is visible."""
+    """The first step of torch's optimizer after the call waits until the saved checkpoint is visible."""
     how = {"directory": model, "cut": TWO, "kind": (optimizer, "float32")}
     answers = worlds[2].ask("background_both", root=str(root), room=(None, 2), **how)
     assert_same_step(root, modicum)
@@ -222,7 +222,7 @@ def test_a_rank_that_fails_leaves_the_old_step(
         for raised in (in_step, in_wait):
             assert raised["error"] == error and words in raised["message"], answer
         assert in_step["step"] == answers[0]["raised"][0]["step"], "ranks raise in different steps"
-        assert answer["names"] == ["latest", "step-1"], "expected only the step saved before"
+        assert answer["names"] == ["latest", "step-1"], "expected only the checkpoint saved before"
         assert answer["after"] == str(root / "step-3")
 
 
@@ -292,7 +292,7 @@ def test_sigterm_ends_the_process_after_the_step(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path,
     grace: float, does: str, committed: bool,
 ) -> None:  # fmt: skip
-    """If the save can end within the grace (seconds), SIGTERM ends the process after the saved step
+    """If the save can end within the grace (seconds), SIGTERM ends the process after the saved checkpoint
     is committed, whatever the program does meanwhile. Otherwise the save raises PreemptedError, and
     nothing of it is left."""
     marks = tmp_path / "marks"

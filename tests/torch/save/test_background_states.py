@@ -4,7 +4,7 @@ real ranks.
 Catches: a step that is skipped or raises, after which the rank does not vote; a rank that raises
 the error of a failed save before the ranks meet; `done` or `exception` that deliver an error; a
 step of another optimizer that one rank makes and another refuses; a rank that has voted and reports
-a failure although the step is visible.
+a failure although the checkpoint is visible.
 """
 
 import os
@@ -156,7 +156,7 @@ def test_the_group_is_destroyed(two: Ranks, how: dict[str, Any]) -> None:
 
 
 def test_a_rank_searches_the_root(two: Ranks, how: dict[str, Any], modicum: Path) -> None:
-    """Rank 0 dies after it has published the step, and before it reports it."""
+    """Rank 0 dies after it has published the checkpoint, and before it reports it."""
     lose(two, how, modicum, "after", 0)
 
 
@@ -191,7 +191,7 @@ def test_dead_peers(two: Ranks, how: dict[str, Any], modicum: Path, when: str, s
 def test_sigterm_at_random_during_steps(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, seed: int
 ) -> None:
-    """Some steps are skipped. SIGTERM ends the ranks after the step is visible. If it does not fit
+    """Some steps are skipped. SIGTERM ends the ranks after the checkpoint is visible. If it does not fit
     into the grace, ranks raise, which a later SIGTERM may end, and it is not visible. Gloo's
     RuntimeError is that of a step whose other rank has ended."""
     marks = tmp_path / "marks"

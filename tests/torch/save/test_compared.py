@@ -1,5 +1,5 @@
 """`modicum.torch.load` and `resume` compare what they read of a saved checkpoint
-with the step's record, and so does `modicum resume` of a step that Python has saved.
+with the checkpoint's record, and so does `modicum resume` of a checkpoint that Python has saved.
 
 Catches: values of the weights, or of the state, are not compared; a part that two ranks divide is
 not compared; the report counts no bytes.

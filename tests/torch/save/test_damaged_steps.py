@@ -1,10 +1,10 @@
 """Damaged saved checkpoints in Python: which errors are damage, what `save`,
-`resume` and the checkpoints of accelerate and Trainer do with a damaged step, and with one that
+`resume` and the checkpoints of accelerate and Trainer do with a damaged checkpoint, and with one that
 can't be read.
 
-Catches: an error of the disk counts as damage; texts are trusted; a damaged step ends the save of
+Catches: an error of the disk counts as damage; texts are trusted; a damaged checkpoint ends the save of
 its number, or the resume; a model whose resume failed is saved; a checkpoint with a changed text is
-resumed, or rotated as a whole one; a step that is removed loses its extra.
+resumed, or rotated as a whole one; a checkpoint that is removed loses its extra.
 """
 
 import functools
@@ -62,7 +62,7 @@ def test_damage_is_what_the_library_calls_damage() -> None:
 def test_a_damaged_step_is_set_aside(tmp_path: Path, model: Any, pattern: str) -> None:
     for step in (1, 2):
         assert front.save(model, tmp_path, step=step).damaged == []
-    with pytest.raises(IoError, match="CONFLICT: the step has been saved already"):
+    with pytest.raises(IoError, match="CONFLICT: the checkpoint has been saved already"):
         front.save(model, tmp_path, step=2)
     file = max((tmp_path / "step-2").glob(pattern)).name
     flip(tmp_path / "step-2" / file)
@@ -141,7 +141,7 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("times", [3, pytest.param(1000, marks=pytest.mark.soak)])
 def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -> None:
-    """Each resume has all parts of one step, or is an error of a step that was removed."""
+    """Each resume has all parts of one step, or is an error of a checkpoint that was removed."""
     file, root = tmp_path / "model.safetensors", tmp_path / "root"
     saved, resumed = (torch.nn.Linear(8, 8) for _ in range(2))
     save_file(saved.state_dict(), file)
@@ -354,7 +354,7 @@ def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
 
 
 def test_options_that_are_null_are_damage(tmp_path: Path) -> None:
-    """Not the options of a step that has none."""
+    """Not the options of a checkpoint that has none."""
     found = resume_module.FoundStep(
         tmp_path, {}, {groups.FILE: b"null"}, is_newest=True, load_arguments={}
     )

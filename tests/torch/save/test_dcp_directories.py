@@ -1,5 +1,5 @@
 """`modicum.imports.import_checkpoint` converts directories of torch.distributed.checkpoint (DCP) to
-steps, which are Modicum's checkpoint directories. It executes no pickle.
+checkpoints of Modicum. It executes no pickle.
 
 A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
 saved tensors, and Python's audit events, which show executions. Catches: a box at the wrong index
@@ -328,7 +328,7 @@ def test_weights_alone(directory: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({}, "tells no number .expected the new step's number"),
+        ({}, "tells no number .expected the number of the training step"),
         ({"step": True}, "step .expected an integer"),
         ({"step": 1, "state_format": "fp32"}, "state_format .*keeps its form, got 'fp32'"),
         ({"step": 1, "dtype": "int8"}, "dtype .*got 'int8'"),

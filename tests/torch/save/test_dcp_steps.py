@@ -1,12 +1,12 @@
-"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a step
+"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a checkpoint
 (checkpoint directory) that transformers can read, and load it bit for bit in another world.
 
 The oracles are the uninterrupted training and `from_pretrained`. Catches: the state of another
 parameter; step counts and group options that are lost; tensors of the state under the model's keys;
-a failed save that leaves its files; a step that is visible before all of DCP's ranks have written;
+a failed save that leaves its files; a checkpoint that is visible before all of DCP's ranks have written;
 an optimizer whose class is not recorded; an `async_save` that is accepted and copies the state;
 values of other ranks that are lost; a save of Modicum's AdamW without its stored 8-bit codes or
-masters; ranks that read different steps, or values that differ from the record.
+masters; ranks that read different checkpoints, or values that differ from the record.
 """
 
 import shutil
@@ -43,7 +43,7 @@ def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) ->
 def saved(
     worlds: dict[int, Ranks], model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], str]:
-    """(rank 0's answer to a save on two ranks, the root of the saved step)."""
+    """(rank 0's answer to a save on two ranks, the root of the saved checkpoint)."""
     root = str(tmp_path_factory.mktemp("root") / "steps")
     first, other = worlds[2].ask("dcp_saves", directory=model, root=root, cut=TWO)
     assert first["path"] == f"{root}/step-2" and other["path"] is None
@@ -167,12 +167,12 @@ def test_readers_compare_values(
 def test_all_ranks_read_the_step_of_rank_0(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
-    """A step may appear between the constructors of two readers. If it has the keys of rank 0's,
-    its rank reads rank 0's step, else all ranks raise."""
+    """A checkpoint may appear between the constructors of two readers. If it has the keys of rank 0's,
+    its rank reads rank 0's checkpoint, else all ranks raise."""
     how = {"directory": model, "root": str(tmp_path / "steps"), "cut": TWO}
     for answer in worlds[2].ask("dcp_loads_apart", **how):
         assert answer["epoch"] == 1 and answer["loaded"] == answer["saved"]
-        assert "CONFLICT: rank 1 has planned the load of another step" in answer["error"]
+        assert "CONFLICT: rank 1 has planned the load of another checkpoint" in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_save_that_fails_leaves_nothing(
 
 
 def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:
-    """DCP's files have moments and masters as float32 values. A step of `modicum.torch.save` has
+    """DCP's files have moments and masters as float32 values. A checkpoint of `modicum.torch.save` has
     the stored codes. The bytes per parameter are those in docs/guide/save.md."""
     numel = 512 * 512
     model = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Texts of steps and of other programs' checkpoints that are too long, or of another kind than a
+"""Texts of checkpoints, saved and of other programs, that are too long, or of another kind than a
 regular file: an error with a category, before anything is read, and no wait.
 
-Catches: a save begins although no reader accepts one of its texts; a text of a step with too many
+Catches: a save begins although no reader accepts one of its texts; a text of a checkpoint with too many
 levels is Python's own error.
 """
 

@@ -152,7 +152,7 @@ class Outer(nn.Module):
 
 
 def test_a_wrapper_counts_as_the_loaded_module(tmp_path: Path, source: Path) -> None:
-    """So does a copy. The step has the names of the module that was loaded."""
+    """So does a copy. The checkpoint has the names of the module that was loaded."""
     model = loaded(source)
     with playing_new_rank(0, 1):
         wrapped = [
@@ -277,7 +277,7 @@ def test_a_source_of_another_architecture_is_refused(tmp_path: Path, source: Pat
 
 
 def test_a_source_with_another_number_of_layers_is_refused(tmp_path: Path) -> None:
-    """The step would have its untrained layers, or its config would lack trained ones."""
+    """The checkpoint would have its untrained layers, or its config would lack trained ones."""
     for layers in (1, 3):
         config, other = torch_front.config_of("llama"), tmp_path / f"{layers}"
         config.num_hidden_layers = layers

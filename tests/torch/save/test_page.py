@@ -65,7 +65,7 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
-    """Runs the last two blocks. In the first one DCP saves and loads a step; the second one
+    """Runs the last two blocks. In the first one DCP saves and loads a checkpoint; the second one
     converts a directory that torch's own writer has saved."""
     import torch.distributed.checkpoint as dcp
 

@@ -3,7 +3,7 @@ does: of the load, the optimizer steps, and a save of model and optimizer. A bud
 the save is refused before a weight is read.
 
 Catches: a load whose promise does not include the save; a promise for the save with the staging of
-the load, which a small budget shrinks; a report of a resume that does not name the steps that were
+the load, which a small budget shrinks; a report of a resume that does not name the checkpoints that were
 skipped; stacks and heaps of threads that are not in the promise.
 """
 
@@ -165,7 +165,7 @@ def test_the_report_of_a_resume_as_text_names_skipped_steps(
         resumed = modicum.torch.resume(model, tmp_path, optimizer=optimizer, progress=False)
     assert isinstance(resumed, modicum.torch.ResumeReport)
     skipped, read, *loads = str(resumed).splitlines()
-    assert skipped == f"skipped step 9: {resumed.skipped[0]['reason']}"
+    assert skipped == f"skipped the checkpoint of step 9: {resumed.skipped[0]['reason']}"
     assert resumed.path == str(tmp_path / "step-1") and resumed.read_bytes > MIB
     size, took = f"{resumed.read_bytes / MIB:.2f} MiB", f"{resumed.elapsed_s:.2f} s"
     assert read == f"{resumed.path}: step 1, {size} read in {took}"

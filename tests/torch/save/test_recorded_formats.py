@@ -1,11 +1,11 @@
-"""Checkpoints, steps, journals and names in flight of Modicum 0.1.0 (commit fc075f6b), as each of
+"""Checkpoints, saved and converted, journals and names in flight of Modicum 0.1.0 (commit fc075f6b), as each of
 its fronts has written them, are read with the recorded values, or refused by name; and what this
 version writes is read by that commit, or refused by it by name.
 
 The oracles are what fc075f6b itself read (fixtures/formats-0.1/digests.json), its answers to
 records of a later version (newer.json), and its reading rules (support/format_1.py), which must
 give these answers, too. fixtures/record_formats.py has made the fixtures; they are not recorded
-again. Catches: a step of a later version that is refused as damaged; a journal of a later version
+again. Catches: a checkpoint of a later version that is refused as damaged; a journal of a later version
 whose files are removed; a key of manifest.json with another name.
 """
 
@@ -62,7 +62,7 @@ def test_a_fixture_is_read_with_the_recorded_values(
 
 
 def changed(record: dict[str, Any], folder: Path) -> Path:
-    """The step with the changed files of an entry of newer.json."""
+    """The checkpoint with the changed files of an entry of newer.json."""
     step = folder / "step"
     shutil.copytree(formats.FOLDER / record["base"], step)
     for name, text in record["files"].items():
@@ -114,7 +114,7 @@ def test_a_journal_of_a_later_version_is_refused(modicum: Path, tmp_path: Path) 
 
 
 def assert_known(step: Path) -> None:
-    """Asserts that fc075f6b reads the step, or refuses it as a later version's."""
+    """Asserts that fc075f6b reads the checkpoint, or refuses it as a later version's."""
     version = json.loads((step / "manifest.json").read_text())["version"]
     assert format_1.answer_of(step) == ("read" if version == 1 else "UNSUPPORTED")
 

@@ -1,8 +1,8 @@
-"""The owner of a step that Python saves is its process: not its forked children, and not another
+"""The owner of a checkpoint that Python saves is its process: not its forked children, and not another
 save of the process.
 
-Catches: a forked child removes the step, or ends its lock; a second save of the process ends the
-lock of the first, or removes its step.
+Catches: a forked child removes the checkpoint, or ends its lock; a second save of the process ends the
+lock of the first, or removes its checkpoint.
 """
 
 import os
@@ -14,7 +14,7 @@ from modicum import _modicum
 
 
 def left_by(program: Path, model: str, root: Path, step: int) -> list[str]:
-    """The unfinished steps that a save by another process leaves."""
+    """The unfinished checkpoints that a save by another process leaves."""
     report = run_json(program, "save", model, root, "--step", step)
     left = [path.name for path in root.glob(".partial-*")]
     assert len(report["warnings"]) == len(left)

@@ -1,10 +1,10 @@
 """A state that was saved in one format goes on in every other: `resume` converts it while it reads,
-and `modicum save STEP NEW --optimizer adamw:FORMAT` writes it, with what else the step has.
+and `modicum save STEP NEW --optimizer adamw:FORMAT` writes it, with what else the checkpoint has.
 
 The oracle is an optimizer of the new format that loads the saved optimizer's state dict. Catches:
 moments rounded with the random bits of another step; a parameter that keeps the rounding of the old
 format; scales of blocks that a shard begins within; stacked experts whose recipe is lost; options
-of groups or a program's own values that a save of the step leaves out.
+of groups or a program's own values that a save of the checkpoint leaves out.
 """
 
 from pathlib import Path

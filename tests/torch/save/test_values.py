@@ -212,7 +212,7 @@ def test_groups_without_parameters_keep_their_order() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1, 2, 3]
 
 
-# ---- whole steps
+# ---- whole checkpoints
 
 
 class Small(torch.nn.Module):
@@ -234,7 +234,7 @@ Make = Callable[[Small], Any]
 
 
 def saved(folder: Path, make: Make, steps: int) -> tuple[Small, Any]:
-    """A model and its optimizer, saved as a step of folder / "root"."""
+    """A model and its optimizer, saved as a checkpoint of folder / "root"."""
     model = Small()
     save_file(
         {name: of.detach() for name, of in model.named_parameters()}, folder / "a.safetensors"

@@ -7,7 +7,7 @@ verify` must read the saved checkpoint. Catches: a state that each replica
 writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; groups that
 have the options of the new program after a resume; ranks that write their parts of divided rows
 alone, without a warning; a state that a resume does not read; a rank that gets the extras of
-another rank; ranks that save different steps; a state of another format that is accepted; a state
+another rank; ranks that save different checkpoints; a state of another format that is accepted; a state
 that is not in the promise; replicas that differ and are mixed.
 """
 
@@ -240,7 +240,7 @@ def test_extras_of_each_rank_come_back(
 def test_resumes_from_the_step_before_a_damaged_one(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
-    """The damaged step is an empty directory."""
+    """The damaged checkpoint is an empty directory."""
     how = {"directory": model, "root": str(tmp_path / "steps")}
     worlds[1].ask("saves", cut=ONE, **how)
     (tmp_path / "steps/step-9").mkdir()
@@ -252,7 +252,7 @@ def test_resumes_from_the_step_before_a_damaged_one(
 def test_a_save_sets_a_damaged_step_of_its_number_aside(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
-    """The ranks share the reading of the step. Its last byte belongs to one rank's part."""
+    """The ranks share the reading of the checkpoint. Its last byte belongs to one rank's part."""
     root = tmp_path / "steps"
     how: dict[str, Any] = {"directory": model, "root": str(root), "cut": THREE}
     worlds[3].ask("saves", **how)

@@ -1,4 +1,4 @@
-"""`modicum.imports.import_checkpoint` converts checkpoint directories of DeepSpeed's ZeRO to steps,
+"""`modicum.imports.import_checkpoint` converts checkpoint directories of DeepSpeed's ZeRO to those of Modicum,
 which are Modicum's checkpoint directories. It executes no pickle.
 
 The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
@@ -202,7 +202,7 @@ def test_the_halves_of_a_tie_are_rounded_up() -> None:
 
 
 def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path, modicum: Path) -> None:
-    """With `source=` the step has the source's file names with the same tensors in each, and its
+    """With `source=` the checkpoint has the source's file names with the same tensors in each, and its
     config.json with the new dtype."""
     plain = import_checkpoint(folder / "zero3", tmp_path / "plain", optimizer="none")
     source = tmp_path / "source"

@@ -76,12 +76,12 @@ def _is_refused(program: Path, words: Sequence[str]) -> bool:
 
 
 def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str]:
-    """Imports the weights. Returns the directory to remove, and the step in it, which is kept if an
+    """Imports the weights. Returns the directory to remove, and the checkpoint in it, which is kept if an
     earlier call with the same directory has made it."""
     out = _out(words[at + 1 :])
     if os.path.lexists(out):
         raise failure("CONFLICT", "the output exists already", file=out.name, expected="a new path")
-    # A step in float32: the program casts it, and counts values that the dtype cannot hold.
+    # A checkpoint in float32: the program casts it, and counts values that the dtype cannot hold.
     dtype = "float32" if "--dtype" in _values(words) else None
     root = out.absolute().parent / f".{out.name}.import-{_identity(directory, dtype)}"
     step = root / "step-0"

@@ -34,16 +34,16 @@ def contents_of(
     optimizer: str | None,
     dtype: str | None,
 ) -> Contents:
-    """The contents of a step with the tensors of these directories.
+    """The contents of a checkpoint with the tensors of these directories.
 
     Args:
-        with_state: whether the step gets the optimizer's state.
+        with_state: whether the checkpoint gets the optimizer's state.
         optimizer: the name of the optimizer's class in torch.optim; None: unknown.
         dtype: the dtype of the model's tensors that can be cast; None: as saved.
 
     Raises:
         FormatError, IoError: see `Directory.read`.
-        IntegrityError: bytes of a tensor that the step gets differ from the CRC-32 in their file.
+        IntegrityError: bytes of a tensor that the checkpoint gets differ from the CRC-32 in their file.
         UsageError: the directories have the tensors of several models, or of none; or a number of
             the state has another dtype than float32, float64, int32 and int64.
     """
@@ -122,7 +122,7 @@ def _require_exact(model: Mapping[str, StoredTensor], state: _State, dtype: str 
         weight_dtype = model[fqn].tensor.dtype if fqn in model else dtype
         if weight_dtype != dtype and weight_dtype in FLOATS:
             what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
-            what += "dtype, and convert the step with `modicum convert`"
+            what += "dtype, and convert the checkpoint with `modicum convert`"
             raise refusal("UNSUPPORTED", what, tensor=fqn, expected=weight_dtype, got=str(dtype))
 
 

@@ -18,7 +18,7 @@ from modicum.recipes.dtypes import FLOATS, dtype_name
 Place = str | os.PathLike[str]
 NO_OPTIMIZER = "none"
 _LAST = (1 << 63) - 1
-"""The largest number of a step."""
+"""The largest step number of a checkpoint."""
 
 
 def import_checkpoint(
@@ -26,14 +26,14 @@ def import_checkpoint(
     step: int | None = None, source: Place | None = None, optimizer: str | None = None,
     state_format: str | None = None, dtype: Any = None, budget: Size | None = None,
 ) -> ImportReport:  # fmt: skip
-    """Writes another program's checkpoint as a step of `run`: the model as Hugging Face files under
+    """Writes another program's checkpoint as one of `run`: the model as Hugging Face files under
     the names of its state dict, and the state of its optimizer. The directory is recognised by what
     is there:
 
     - `.metadata`: torch.distributed.checkpoint (DCP)
     - `pytorch_model_fsdp_0/.metadata`, and `optimizer_0/.metadata` if there is one: accelerate's
       `save_state` under FSDP
-    - `latest`, which names the newest step's folder, or `*_optim_states.pt` in such a folder:
+    - `latest`, which names the newest checkpoint's folder, or `*_optim_states.pt` in such a folder:
       DeepSpeed's ZeRO-1, -2 or -3
 
     Needs neither torch nor the other program. Runs in one process and streams through staging: no
@@ -44,15 +44,16 @@ def import_checkpoint(
 
     Args:
         directory: the other program's directory.
-        run: the directory of all steps.
-        step: the new step's number; None: DeepSpeed's `global_steps`. Other directories tell none.
-        source: a checkpoint of the model, whose division into files, config and tokenizer the step
+        run: the directory of the run's checkpoints.
+        step: the number of the training step, N of `run/step-N`; None: DeepSpeed's
+            `global_steps`. Other directories have none.
+        source: a checkpoint of the model, whose division into files, config and tokenizer the new one
             gets.
         optimizer: "none": only weights. For DCP and accelerate also the name of the optimizer's
             class in torch.optim, such as "AdamW": without it `modicum.torch.resume` does not accept
             the state.
         state_format: for DeepSpeed "fp32" (also None) or "fp32-split": the format of the
-            `modicum.torch.AdamW`, with seed 0, that will resume the step. DeepSpeed's masters
+            `modicum.torch.AdamW`, with seed 0, that will resume the checkpoint. DeepSpeed's masters
             become its state, and trained weights are made from them.
         dtype: the dtype of all tensors that can be cast, a torch.dtype or its name; None: as saved,
             and for DeepSpeed as trained.
@@ -61,11 +62,11 @@ def import_checkpoint(
 
     Raises:
         IoError: the directory is of no known program, or a file can't be read or written; or
-            CONFLICT: an intact step has this number.
+            CONFLICT: an intact checkpoint has this number.
         FormatError: a file was not written by the other program, is damaged, or for DeepSpeed
             differs in form from those of version 0.19.
         IntegrityError: bytes that are read differ from the CRC-32 in their file; or a rank's file
-            is missing, doubled or of another step.
+            is missing, doubled or of another checkpoint.
         UsageError: an argument does not apply to this directory; or it has the tensors of several
             models or of none, experts or tensor-parallel ranks, masters that are not float32, or,
             without `optimizer="none"`, state of DeepSpeed that is not Adam's.
@@ -83,7 +84,7 @@ def import_checkpoint(
         contents = zero_step.contents_of(opened, source, form, cast)
     elif number is None:
         what = f"step: a directory of {found.kind} tells no number"
-        raise refusal("USAGE", what, expected="the new step's number", got="None")
+        raise refusal("USAGE", what, expected="the number of the training step", got="None")
     else:
         directories = [Directory.open(directory) for directory in found.directories]
         kind = optimizer if with_state else None

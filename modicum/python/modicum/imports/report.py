@@ -14,25 +14,25 @@ class ImportReport:
 
     step: int
     path: str
-    """The step's directory."""
+    """The checkpoint's directory."""
     kind: str
     """The program whose checkpoint it was: `torch.distributed.checkpoint`, `accelerate` or
     `DeepSpeed`."""
     written_bytes: int
     """Bytes written, including headers and records."""
     elapsed_s: float
-    """From the plan until the step is visible."""
+    """From the plan until the checkpoint is visible."""
     durable: bool
-    """Whether the step survives a power cut, as far as the kernel tells. False, with a warning,
+    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a warning,
     where the file system can't sync a directory."""
     promised_bytes: int
     """The promised peak of this process's host memory."""
     held_bytes: int
     """Its peak by the kernel's count, Python objects included."""
     left_out: list[str] = field(default_factory=list)
-    """Keys of the other program's values that the step lacks."""
+    """Keys of the other program's values that the checkpoint lacks."""
     damaged: list[dict[str, Any]] = field(default_factory=list)
-    """A damaged step of this number, which was renamed: a dict with `step`, `path`, `reason` and
+    """A damaged checkpoint of this number, which was renamed: a dict with `step`, `path`, `reason` and
     `bytes`."""
     warnings: list[str] = field(default_factory=list)
     """Warnings, which are also issued as UserWarnings."""

@@ -55,7 +55,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a step gets."""
+    """What a checkpoint gets."""
 
     model: Streams
     state: Streams | None = None
@@ -63,7 +63,7 @@ class Contents:
     facts: str = ""
     """The text of optimizer/state.json; empty: there is none."""
     texts: list[tuple[str, str]] = field(default_factory=list)
-    """Further files: (path in the step, text)."""
+    """Further files: (path in the checkpoint, text)."""
     left_out: list[str] = field(default_factory=list)
 
 
@@ -77,7 +77,7 @@ def streams_of(
         ties: for each further name of a tensor its name in `tensors`. Further names get no bytes in
             files.
         source: a checkpoint of the same model, whose division into files, config and tokenizer the
-            step gets.
+            checkpoint gets.
         dtype: the dtype in the files of tensors that can be cast; None: as read.
     """
     checkpoint = _modicum.open_checkpoint(source)
@@ -119,17 +119,17 @@ def memory_before() -> list[Any]:
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
 
-# ---- the step
+# ---- the checkpoint
 
 
 def write_step(
     root: Path, step: int, contents: Contents, budget: Size | None, kind: str
 ) -> ImportReport:
-    """Writes a step, which becomes visible completely or not at all.
+    """Writes a checkpoint, which becomes visible completely or not at all.
 
     Raises:
         BudgetError: it does not fit; nothing was written.
-        IoError: a file can't be written; or CONFLICT: an intact step has this number.
+        IoError: a file can't be written; or CONFLICT: an intact checkpoint has this number.
     """
     began = time.monotonic()
     texts = [*contents.texts]
@@ -189,13 +189,13 @@ def _promised(contents: Contents, budget: Size | None) -> tuple[int, int]:
 
 
 def _set_damaged_aside(root: Path, step: int) -> list[dict[str, Any]]:
-    """If the root has a damaged step of this number, renames it. Returns what `_modicum.set_aside`
-    returns; an empty list if there is none. Raises CONFLICT if the step is intact."""
+    """If the root has a damaged checkpoint of this number, renames it. Returns what `_modicum.set_aside`
+    returns; an empty list if there is none. Raises CONFLICT if the checkpoint is intact."""
     found = _modicum.examine_step(str(root), step)
     if found is None:
         return []
     damage = found["reason"] or _modicum.step_fault(found["path"], 0, 1, _modicum.Board())
     if not damage:
-        what = "the step has been saved already"
+        what = "the checkpoint has been saved already"
         raise failure("CONFLICT", what, file=Path(found["path"]).name)
     return [_modicum.set_aside(str(root), step, damage, found["uuid"])]

@@ -1,6 +1,6 @@
 """Reads a checkpoint directory of DeepSpeed's ZeRO, stages 1 to 3, without tensor parallelism:
 
-    DIR/latest                                  the name of the newest step's folder
+    DIR/latest                                  the name of the newest checkpoint's folder
     DIR/global_step8/mp_rank_00_model_states.pt
                                                 shapes, buffers, frozen parameters (stages 1, 2)
     DIR/global_step8/zero_pp_rank_R_mp_rank_00_model_states.pt

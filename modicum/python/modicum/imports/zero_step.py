@@ -31,15 +31,15 @@ bits."""
 def contents_of(
     opened: ZeroDirectory, source: Source, state_format: str | None, dtype: str | None
 ) -> Contents:
-    """The contents of a step with the tensors of `opened`.
+    """The contents of a checkpoint with the tensors of `opened`.
 
     Args:
-        state_format: one of FORMATS; None: the step gets only weights.
+        state_format: one of FORMATS; None: the checkpoint gets only weights.
         dtype: the dtype of all tensors that can be cast; None: as trained. The state has the
             masters of bfloat16 and float16 weights.
 
     Raises:
-        IntegrityError: bytes that the step gets differ from the CRC-32 in their file.
+        IntegrityError: bytes that the checkpoint gets differ from the CRC-32 in their file.
         UsageError: with a `state_format`, the optimizer is not Adam or has made no step; or a
             trained parameter has an unknown dtype.
     """
@@ -65,7 +65,7 @@ def contents_of(
 
 
 def _dtype_of(name: str, tensor: ZeroTensor, asked: str | None) -> str:
-    """The dtype in which the save gets a tensor: for a trained one the dtype of the step, for
+    """The dtype in which the save gets a tensor: for a trained one the dtype of the checkpoint, for
     others the dtype in the model, which the save casts."""
     dtype = tensor.dtype if asked is None or not tensor.is_trained else asked
     if tensor.is_trained and dtype not in FLOATS:

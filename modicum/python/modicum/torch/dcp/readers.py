@@ -115,7 +115,7 @@ class FilesReader:
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads all items of this rank's plan in one pass over the files. Values of a step are
+        """Reads all items of this rank's plan in one pass over the files. Values of a checkpoint are
         compared with its record."""
         with _reading_by(plan.storage_data) as ranks:
             self._read(plan, planner)
@@ -242,7 +242,7 @@ class FilesReader:
 
 
 class _Part(FilesReader):
-    """A reader of one part of a step, with tensors under the keys of the state dict."""
+    """A reader of one part of a checkpoint, with tensors under the keys of the state dict."""
 
     def __init__(
         self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **options: Any
@@ -285,14 +285,14 @@ class StateDictReader:
         staging: Size | None,
         ledger: _modicum.Ledger | None,
     ) -> None:
-        """`root`: a step, or the directory of all steps. Other arguments are as of `FilesReader`;
+        """`root`: a checkpoint of Modicum, or a run. Other arguments are as of `FilesReader`;
         `rules` has the defaults."""
         self._model = model
         self._options: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
         self._open(Path(root))
 
     def _open(self, root: Path) -> None:
-        """Opens a step, or the newest one of a root. If another process removes it meanwhile,
+        """Opens a checkpoint, or the newest one of a run. If another process removes it meanwhile,
         chooses once more."""
         for is_last in (False, True):
             chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, [])
@@ -348,19 +348,19 @@ class StateDictReader:
         return Metadata(found)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, with the step that this rank has opened."""
+        """The plan, with the checkpoint that this rank has opened."""
         return replace(plan, storage_data=self._opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, all with the step of the coordinator, the first rank, and the number of ranks
+        """The plans, all with the checkpoint of the coordinator, the first rank, and the number of ranks
         that read."""
         decided = (*plans[0].storage_data, len(plans))
         return [replace(plan, storage_data=decided) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Reads all items of this rank's plan, in one pass over the model's files and one over the
-        state's files, and compares their values with the step's record. All ranks read the
-        coordinator's step."""
+        state's files, and compares their values with the checkpoint's record. All ranks read the
+        coordinator's checkpoint."""
         *decided, participants = plan.storage_data or (*self._opened, None)
         with _reading_by(participants) as ranks:
             self._follow(*decided)
@@ -381,17 +381,17 @@ class StateDictReader:
             part._read(LoadPlan(items), planner)
 
     def _follow(self, path: str, uuid: str) -> None:
-        """Opens the coordinator's step, if this rank has chosen another one: a step may appear or
+        """Opens the coordinator's checkpoint, if this rank has chosen another one: a checkpoint may appear or
         vanish between the constructors of two ranks."""
         if uuid == self._opened[1]:
             return
         planned = self.read_metadata()
         self._open(Path(path))
         if self._opened[1] != uuid:
-            what = f"rank {_rank()} sees another step than the coordinator"
+            what = f"rank {_rank()} sees another checkpoint than the coordinator"
             raise refusal("UNSUPPORTED", what, expected=uuid, got=self._opened[1])
         if self.read_metadata() != planned:
-            what = f"rank {_rank()} has planned the load of another step, whose tensors or values "
+            what = f"rank {_rank()} has planned the load of another checkpoint, whose tensors or values "
             what += "differ: make another reader"
             raise failure("CONFLICT", what, file=Path(path).name)
 
@@ -430,7 +430,7 @@ def _texts_of(step: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def is_written(step: Path) -> bool:
-    """Whether `ModicumWriter` has written a complete step."""
+    """Whether `ModicumWriter` has written a complete checkpoint."""
     if not (step / COMMON).exists():
         return False
     document = json_in(read_files(step, [COMMON])[COMMON], COMMON)

@@ -88,7 +88,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
 
         Args:
             run: the directory of all checkpoints, on a file system that all ranks share.
-            step: the checkpoint's number.
+            step: the number of the training step: N of `root/step-N`.
             model: the model of the state dict. The files get the names and shapes of the `source`
                 in `options`, or of the checkpoint that `modicum.torch.load` or `ModicumReader` has
                 loaded. None: the names and shapes of the state dict.
@@ -121,7 +121,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         self._flight = StepInFlight()
         self._kept: tuple[PlannedSave, int] | None = None
         self.path: str | None = None
-        """The directory of the committed step, on rank 0; else None."""
+        """The directory of the committed checkpoint, on rank 0; else None."""
 
     # ---- the interface of StorageWriter
 
@@ -181,7 +181,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the step. DCP calls it on rank 0, after all ranks have written."""
+        """Commits the checkpoint. DCP calls it on rank 0, after all ranks have written."""
         assert self._kept is not None
         try:
             published = publish(*self._kept, self._flight)

@@ -24,7 +24,7 @@ def exported_items(bound: BoundParameters) -> Iterator[StateItem]:
 
 def stored_items(bound: BoundParameters) -> Iterator[StateItem]:
     """One-dimensional views of this rank's state tensors and scales, in
-    memory order, under the names of the tensors in a saved step (checkpoint directory)."""
+    memory order, under the names of the tensors in a checkpoint."""
     for part in bound.parts:
         assert part.steps is not None
         steps, index = part.steps

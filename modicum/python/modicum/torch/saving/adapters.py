@@ -113,7 +113,7 @@ def _state_by_module(module: nn.Module) -> dict[str, Any]:
 def _adapters_of(module: Any) -> list[str]:
     names = [*module.peft_config]
     if len(names) != 1:
-        what = "a step of adapters alone: SaveOptions(adapters=False) saves all tensors"
+        what = "a checkpoint of adapters alone: SaveOptions(adapters=False) saves all tensors"
         raise refusal("UNSUPPORTED", what, expected="one adapter", got=", ".join(names))
     return names
 
@@ -182,11 +182,11 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
 
 
 def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
-    """The recipe that loads the model's adapters from a step of adapters; None for other steps."""
+    """The recipe that loads the model's adapters from a checkpoint of adapters; None for other checkpoints."""
     if not (step / FILE).exists():
         return None
     if not _is_wrapped(model):
-        what = "the step holds adapters only: load the base model, and wrap it by PEFT"
+        what = "the checkpoint holds adapters only: load the base model, and wrap it by PEFT"
         raise refusal("MISMATCH", what, file=step.name)
     targets: dict[str, Node] = {}
     again = []  # PEFT's further names of a tensor, under which the file has the same values

@@ -13,7 +13,7 @@
       vote, unless a tensor was
       written in place                gather all votes        <->    vote
       .                               commit, on rank 0
-    result() returns                  the step is visible     <->    the step is visible
+    result() returns                  the checkpoint is visible     <->    the checkpoint is visible
 
 While a save writes, its ranks do not meet, and it needs the GIL only for tensors on a device. An
 optimizer step may wait for this rank's save, but never for another rank's. The ranks meet through a
@@ -64,7 +64,7 @@ CRASH_LIMIT_S = 30.0
 _EXPLAIN_S = 2.0
 """How long the handling of another error waits for the save to end."""
 _LOOK_LIMIT_S, _LAST_LOOK_S = LOCK_LIMIT_S + 10.0, 5.0
-"""How long a rank that has voted and lost others waits for rank 0 to publish the step or drop it;
+"""How long a rank that has voted and lost others waits for rank 0 to publish the checkpoint or drop it;
 and if it has lost rank 0, for the root to show what rank 0 did."""
 _REFUSE_LIMIT_S = 30.0
 """How long a rank that refuses a step of another optimizer waits for the others to come to it."""
@@ -395,7 +395,7 @@ class AsyncSave:
             traceback.print_exception(error)
 
     def _save(self) -> SaveReport:
-        """Writes this rank's part and commits the step. Collective."""
+        """Writes this rank's part and commits the checkpoint. Collective."""
         outcome: dict[str, Any] = {}
         try:
             outcome |= self._write()
@@ -440,7 +440,7 @@ class AsyncSave:
             self._begun.ranks.fail(error)
             culprit = getattr(error, "culprit_rank", None)
             limit_s = _LAST_LOOK_S if culprit == 0 else _LOOK_LIMIT_S
-            # Rank 0 knows that it has not published the step.
+            # Rank 0 knows that it has not published the checkpoint.
             is_visible = self._rank != 0 and self._begun.is_visible(limit_s)
             self._note(Event.SEEN if is_visible else Event.ABSENT)
         return self._course.state is State.COMMITTED

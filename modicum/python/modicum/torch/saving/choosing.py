@@ -15,37 +15,37 @@ from modicum.torch.saving.texts import read_files
 
 NamesFor = Callable[[Path, dict[str, Any]], list[str]]
 """Returns the names of those files with other things than weights and state that a rank reads, from
-the step and its facts."""
+the checkpoint and its facts."""
 
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """A step to read."""
+    """A checkpoint to read."""
 
     path: Path
     facts: dict[str, Any]
     """The dict of `_modicum.newest_step`."""
     files: dict[str, bytes]
-    """The files of `NamesFor`. They were read before the step was seen whole: if the record lists
-    one, it is here, though another process may remove the step meanwhile."""
+    """The files of `NamesFor`. They were read before the checkpoint was seen whole: if the record lists
+    one, it is here, though another process may remove the checkpoint meanwhile."""
     is_newest: bool
-    """Whether it is the newest step of a root, not a step that the caller named."""
+    """Whether it is the newest checkpoint of a root, not one that the caller named."""
 
 
 def chosen_step(
     root: Path, ranks: Ranks, names_for: NamesFor, skipped: list[dict[str, Any]]
 ) -> ChosenStep:
-    """The newest step of a root whose headers and texts are as recorded, or the step `root`.
-    Collective. If another process removes the step meanwhile, chooses once more.
+    """The newest checkpoint of a root whose headers and texts are as recorded, or the checkpoint `root`.
+    Collective. If another process removes the checkpoint meanwhile, chooses once more.
 
     Args:
-        skipped: damaged steps, older than which the step is to be; see `skip`. Those that are found
+        skipped: damaged checkpoints, older than which the checkpoint is to be; see `skip`. Those that are found
             are added.
 
     Raises:
-        IntegrityError: there is no such step, or `root` is a damaged one.
+        IntegrityError: there is no such checkpoint, or `root` is a damaged one.
         IoError: it can't be read, or was removed again.
-        UsageError: a rank sees another step than rank 0.
+        UsageError: a rank sees another checkpoint than rank 0.
     """
     is_again = False
 
@@ -70,19 +70,19 @@ def chosen_step(
 
 
 def skip(skipped: list[dict[str, Any]], step: dict[str, Any], ranks: Ranks) -> None:
-    """Adds a damaged step, a dict of its number and the reason. Rank 0 warns of it."""
+    """Adds a damaged checkpoint, a dict of its number and the reason. Rank 0 warns of it."""
     skipped.append(step)
     if ranks.rank == 0:
-        warn_script(f"modicum: step {step['step']} is skipped: {step['reason']}")
+        warn_script(f"modicum: the checkpoint of step {step['step']} is skipped: {step['reason']}")
 
 
 def removed(step: Path) -> Exception:
-    """The error of a step that another process has removed, twice."""
-    return failure("IO", "the step was removed while it was read", file=step.name)
+    """The error of a checkpoint that another process has removed, twice."""
+    return failure("IO", "the checkpoint was removed while it was read", file=step.name)
 
 
 def _files_of(facts: dict[str, Any], ranks: Ranks, names_for: NamesFor) -> dict[str, bytes] | None:
-    """This rank's files of the step; None if another process has removed the step. Collective."""
+    """This rank's files of the checkpoint; None if another process has removed the checkpoint. Collective."""
     path = Path(facts["path"])
     if not seen_by_all(path, ranks):
         return None

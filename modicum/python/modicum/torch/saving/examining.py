@@ -10,8 +10,8 @@ from modicum.torch.saving.shared import is_gone, require_same, require_seen
 
 
 def damage_of(path: Path, ranks: Ranks) -> str | None:
-    """The first damage in a step, of which each rank compares a part; an empty text if there is
-    none; None if another process has removed the step meanwhile. Collective; the result is the same
+    """The first damage in a checkpoint, of which each rank compares a part; an empty text if there is
+    none; None if another process has removed the checkpoint meanwhile. Collective; the result is the same
     on every rank."""
     board = _modicum.Board(ranks)
     damage: str | None = None
@@ -26,9 +26,9 @@ def damage_of(path: Path, ranks: Ranks) -> str | None:
 
 
 def set_damaged_aside(root: Path, step: int, ranks: Ranks) -> list[dict[str, Any]]:
-    """Before a save: if the root has a step of this number, reads all of it, and renames it if it
+    """Before a save: if the root has a checkpoint of this number, reads all of it, and renames it if it
     is damaged. Returns what `_modicum.set_aside` returns, the same on every rank; an empty list if
-    there is none. Collective. Raises CONFLICT if the step is intact."""
+    there is none. Collective. Raises CONFLICT if the checkpoint is intact."""
     found, _ = ranks.once(lambda: _modicum.examine_step(str(root), step), lambda: None)
     if found is None:  # StepSave refuses a link or a file of this name
         return []
@@ -40,7 +40,7 @@ def set_damaged_aside(root: Path, step: int, ranks: Ranks) -> list[dict[str, Any
         if damage is None:
             return []
     if not damage:
-        raise failure("CONFLICT", "the step has been saved already", file=path.name)
+        raise failure("CONFLICT", "the checkpoint has been saved already", file=path.name)
     arguments = (str(root), step, damage, found["uuid"])
     aside, _ = ranks.once(lambda: _modicum.set_aside(*arguments), lambda: None)
     return [aside]

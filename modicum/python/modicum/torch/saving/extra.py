@@ -26,7 +26,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_of(rank: int) -> str:
-    """The path of a rank's file in the step."""
+    """The path of a rank's file in the checkpoint."""
     return f"{_RANK}{rank:05}.safetensors"
 
 
@@ -70,7 +70,7 @@ def bytes_of(value: Any) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes and syncs a new file. Publishing the step syncs its directory entry."""
+    """Writes and syncs a new file. Publishing the checkpoint syncs its directory entry."""
     _modicum.write_file(path, data)
 
 
@@ -96,7 +96,7 @@ def names_for(step: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
     """The names of the files with the values that a rank gets.
 
     Args:
-        saved_by: the number of ranks that saved the step. If it equals `ranks`, only this rank's
+        saved_by: the number of ranks that saved the checkpoint. If it equals `ranks`, only this rank's
             `extra_per_rank` is read, otherwise that of all ranks.
     """
     names = [COMMON] if (step / COMMON).exists() else []

@@ -60,7 +60,7 @@ def restore(
         params = _names(group, names)
         same = saved.get(frozenset(params))
         if not same:
-            what = "the step has no parameter group with the parameters of this group"
+            what = "the checkpoint has no parameter group with the parameters of this group"
             raise refusal("MISMATCH", what, tensor=params[0] if params else "")
         found.append((group, same.pop(0)))  # several groups may have no parameters
     with as_damage(FILE):  # a tensor may be unable to have the value

@@ -1,9 +1,9 @@
 """A saved checkpoint inside a directory to which other programs also write, such
 as a checkpoint of accelerate or Trainer:
 
-    DIR/.partial-*/                             the step while it is written; made first
+    DIR/.partial-*/                             the checkpoint while it is written; made first
     DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
-    DIR/model.safetensors, optimizer/, ...      the step's files, moved here once all are written
+    DIR/model.safetensors, optimizer/, ...      the checkpoint's files, moved here once all are written
     DIR/tokenizer.json, ...                     copied from the source, if absent; not in the record
     DIR/COMMIT                                  made last
 
@@ -50,7 +50,7 @@ _TRASH = ".trash-"
 
 
 class StepInDirectory(StepInFlight):
-    """A step inside a directory, from its first file until it is published."""
+    """A checkpoint inside a directory, from its first file until it is published."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class StepInDirectory(StepInFlight):
 
     @property
     def number(self) -> int:
-        """The step's number: the digits at the end of the directory's name; 0 if there are none or
+        """The number in the checkpoint's record: the digits at the end of the directory's name; 0 if there are none or
         the number is too large."""
         digits = re.search(r"\d+$", self.directory.name)
         number = int(digits.group()) if digits else 0
@@ -127,8 +127,8 @@ def save_inside(
 
 
 def load_inside(model: nn.Module, directory: Path, arguments: Mapping[str, Any]) -> ResumeReport:
-    """Loads the model, and compares what it reads with the step's digests. Collective. `arguments`:
-    as `arguments` of `resume_by`. The step does not become the model's origin, since a later save
+    """Loads the model, and compares what it reads with the checkpoint's digests. Collective. `arguments`:
+    as `arguments` of `resume_by`. The checkpoint does not become the model's origin, since a later save
     may remove it."""
     require_whole(directory)
     reshard(model)
@@ -155,7 +155,7 @@ def load_state_inside(
     directory: Path,
     ledger: _modicum.Ledger | None,
 ) -> None:
-    """Loads the optimizer's state of a step whose model `load_inside` has loaded. Collective."""
+    """Loads the optimizer's state of a checkpoint whose model `load_inside` has loaded. Collective."""
     require_whole(directory)
     found = find(directory, optimizer, [])
     with outside_inference(model), Ranks.of_world().together() as ranks:
@@ -166,7 +166,7 @@ def load_state_inside(
 
 
 def is_step(directory: Path) -> bool:
-    """Whether the directory holds a step of Modicum, committed or not. Raises `OSError` if it can't
+    """Whether the directory holds a checkpoint of Modicum, committed or not. Raises `OSError` if it can't
     be read."""
     if not directory.is_dir():
         return False
@@ -181,7 +181,7 @@ def is_step(directory: Path) -> bool:
 
 
 def require_whole(directory: Path, check: Callable[[str], Any] = _modicum.open_step) -> None:
-    """Raises UNCOMMITTED or INTEGRITY if the directory holds an incomplete step."""
+    """Raises UNCOMMITTED or INTEGRITY if the directory holds an incomplete checkpoint."""
     if is_step(directory):
         check(str(directory))
 
@@ -203,7 +203,7 @@ def fault_of(directory: Path) -> str:
 
 
 def _steps_in(directory: Path) -> list[Path]:
-    """The steps of a checkpoint: itself, and those of the models after the first."""
+    """The checkpoints in a directory of accelerate or Trainer: itself, and those of the models after the first."""
     return [folder for folder in (directory, *folders_in(directory)) if is_step(folder)]
 
 

@@ -31,7 +31,7 @@ WINDOW_BYTES = 256 << 20
 in the background has read them."""
 
 LAST = (1 << 63) - 1
-"""The largest number of a step."""
+"""The largest step number of a checkpoint."""
 
 
 def root_of(root: str | os.PathLike[str]) -> Path:
@@ -109,7 +109,7 @@ class PlannedSave:
     model: Writing
     state: StateWriting | None
     texts: list[tuple[str, str]]
-    """Files that rank 0 writes: (path in the step, text)."""
+    """Files that rank 0 writes: (path in the checkpoint, text)."""
     rank_extra: bytes | None
     """This rank's file of `extra_per_rank`."""
     promised: list[tuple[int, int]]

@@ -14,7 +14,7 @@ class SaveReport(PrintableReport):
 
     step: int
     path: str
-    """The step's directory."""
+    """The checkpoint's directory."""
     written_bytes: int
     """Bytes written by all ranks, including headers and records."""
     read_bytes: int
@@ -25,9 +25,9 @@ class SaveReport(PrintableReport):
     elapsed_s: float
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float
-    """From the agreement until the step is visible."""
+    """From the agreement until the checkpoint is visible."""
     durable: bool
-    """Whether the step survives a power cut, as far as the kernel tells. False, with a warning,
+    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a warning,
     where the file system can't sync a directory."""
     promised_bytes: int
     """The promised peak of host memory of a rank's process; the largest of all ranks."""
@@ -40,7 +40,7 @@ class SaveReport(PrintableReport):
     """In the background: bytes copied before an optimizer step overwrote them, on the rank with the
     most."""
     damaged: list[dict[str, Any]] = field(default_factory=list)
-    """A damaged step of this number, which the save has renamed: a dict with `step`, `path`,
+    """A damaged checkpoint of this number, which the save has renamed: a dict with `step`, `path`,
     `reason` and `bytes`."""
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that the model does not use, copied from the source."""
@@ -70,9 +70,9 @@ class ResumeReport(PrintableReport):
 
     step: int
     path: str
-    """The step's directory."""
+    """The checkpoint's directory."""
     skipped: list[dict[str, Any]]
-    """Newer steps that are incomplete or damaged: a dict with `step` and `reason` for each."""
+    """Newer checkpoints that are incomplete or damaged: a dict with `step` and `reason` for each."""
     load: LoadReport
     """The report of loading the weights; its promise includes the optimizer's state."""
     read_bytes: int
@@ -82,10 +82,10 @@ class ResumeReport(PrintableReport):
     extra: dict[str, Any] | None
     """The `extra` given to the save, or None."""
     extra_per_rank: Any
-    """This rank's value if the step was saved by as many ranks, else the list of all ranks' values;
+    """This rank's value if the checkpoint was saved by as many ranks, else the list of all ranks' values;
     None if none was saved."""
     compared_bytes: int = 0
-    """Bytes of weights and state that were compared with the step's record while they were read."""
+    """Bytes of weights and state that were compared with the checkpoint's record while they were read."""
     not_compared: list[str] = field(default_factory=list)
     """Names of the checkpoint's tensors that were not read, or not compared as a whole."""
 
@@ -103,7 +103,7 @@ class ResumeReport(PrintableReport):
 
     def __str__(self) -> str:
         skipped = "".join(
-            f"skipped step {step['step']}: {step['reason']}\n" for step in self.skipped
+            f"skipped the checkpoint of step {step['step']}: {step['reason']}\n" for step in self.skipped
         )
         return (
             f"{skipped}{self.path}: step {self.step}, {self.read_bytes / MIB:.2f} MiB read in "

@@ -139,7 +139,7 @@ def _newest(
     arguments: Callable[[], dict[str, Any]],
     begin: float,
 ) -> ResumeReport:
-    """Loads the newest step that is intact. Collective. `arguments`: as for `find`."""
+    """Loads the newest checkpoint that is intact. Collective. `arguments`: as for `find`."""
     skipped: list[dict[str, Any]] = []
     was_removed = False
     while True:
@@ -158,13 +158,13 @@ def _newest(
 
 
 def _is_removed(step: Path) -> bool:
-    """Whether another process has removed the step. Collective."""
+    """Whether another process has removed the checkpoint. Collective."""
     with Ranks.of_world().together() as ranks:
         return any(ranks.gather(is_gone(step)))
 
 
 def _is_skipped(found: "FoundStep", error: Error, skipped: list[dict[str, Any]]) -> bool:
-    """Whether the step is damaged, and an older one of its root may take its place; adds it to
+    """Whether the checkpoint is damaged, and an older one of its root may take its place; adds it to
     `skipped` then. Collective."""
     if not is_damage(error) or not found.is_newest or _is_removed(found.path):
         return False
@@ -202,7 +202,7 @@ def _resume_from(
 
 @contextmanager
 def _reading(model: nn.Module, step: Path, arguments: dict[str, Any]) -> Iterator[Path]:
-    """The path to load the model from. For a step of adapters alone it sets their recipe in
+    """The path to load the model from. For a checkpoint of adapters alone it sets their recipe in
     `arguments`, unless the caller has given one, and leaves the model's remembered source
     checkpoint unchanged. Collective."""
     with Ranks.of_world().together():
@@ -218,7 +218,7 @@ def _reading(model: nn.Module, step: Path, arguments: dict[str, Any]) -> Iterato
 
 @dataclass(frozen=True)
 class FoundStep:
-    """The step to resume from."""
+    """The checkpoint to resume from."""
 
     path: Path
     facts: dict[str, Any]
@@ -238,12 +238,12 @@ class FoundStep:
             return text_in(self.files[STATE], STATE)
         if self.has_options:
             return tensor_state.text(f"torch.{groups.kind_in(self.options)}", {})
-        what = "the step holds no optimizer state to go on from"
+        what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=self.path.name)
 
     @property
     def has_options(self) -> bool:
-        """Whether the step has options of groups: a run of the command line saves none."""
+        """Whether the checkpoint has options of groups: a run of the command line saves none."""
         return groups.FILE in self.files
 
     @property
@@ -282,7 +282,7 @@ def find(
     skipped: list[dict[str, Any]],
     arguments: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
 ) -> FoundStep:
-    """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
+    """Waits for a save in the background. Then rank 0 finds the checkpoint, and all ranks check that it
     has what the optimizer needs. Collective.
 
     Args:
@@ -348,7 +348,7 @@ def load_state(
     ranks: Ranks,
 ) -> LoadedState:
     """Reads this rank's part of the state in `found`, which was found for `optimizer`, and compares
-    the state with the step's record. Collective."""
+    the state with the checkpoint's record. Collective."""
     whole = Model.of(model)
     names = whole.names
     saved = _saved_state(found)
@@ -398,12 +398,12 @@ def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, s
     trained = {name for name, *_ in state.parameters}
     for name in _modicum.state_facts(saved.facts)["without_state"]:
         if name in trained:
-            what = "the parameter was frozen when the step was saved, and has state in this run: "
+            what = "the parameter was frozen when the checkpoint was saved, and has state in this run: "
             what += "freeze it before AdamW is made, and unfreeze it after the resume"
             raise refusal("MISMATCH", what, tensor=name)
     frozen = {*names.values()} - trained
     for name in (stored.rpartition(".")[0] for stored in saved.tensors.stored):
         if name in frozen:
-            what = "the step has state of a parameter that is frozen in this run: "
+            what = "the checkpoint has state of a parameter that is frozen in this run: "
             what += "unfreeze it before the resume; afterwards it may be frozen again"
             raise refusal("MISMATCH", what, tensor=name)

@@ -33,7 +33,7 @@ def run(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> SaveReport:
 
 
 def write(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> list[dict[str, Any]]:
-    """Writes the files of all ranks without publishing the step. Collective. Returns the outcomes
+    """Writes the files of all ranks without publishing the checkpoint. Collective. Returns the outcomes
     by rank."""
     return ranks.gather(OpenSave(planned, ranks, flight).write())
 
@@ -157,7 +157,7 @@ class OpenSave:
         return self._report(self._outcomes, self._published)
 
     def report_alone(self, outcome: dict[str, Any]) -> SaveReport:
-        """The report of a visible step whose ranks could not finish together: with what this rank
+        """The report of a visible checkpoint whose ranks could not finish together: with what this rank
         knows. `outcome`: as for `finish`."""
         durable_s = time.monotonic() - self._began
         alone = "ranks ended before all had the report: its numbers are those of fewer ranks"
@@ -178,12 +178,12 @@ class OpenSave:
         return self.planned.ask.root / f"step-{self.planned.ask.step}"
 
     def is_visible(self, limit_s: float) -> bool:
-        """Whether the root has this save's step. As long as the save's own directory is there, rank
+        """Whether the root has this save's checkpoint. As long as the save's own directory is there, rank
         0 may still publish it: waits for that, `limit_s` at most."""
         deadline = time.monotonic() + limit_s
         while True:
             is_last = not self._where.directory.exists() or time.monotonic() >= deadline
-            with suppress(Error, OSError):  # no step, or another save's, which is damaged
+            with suppress(Error, OSError):  # no checkpoint, or another save's, which is damaged
                 uuid = _modicum.open_step(str(self._step_path))["uuid"]
                 if self.name.endswith(f"-{uuid}"):
                     return True

@@ -55,7 +55,7 @@ def save(
             `options`.
         run: the directory of all checkpoints, on a file system that all ranks share; created if
             its parent exists.
-        step: the checkpoint's number, 0 or more.
+        step: the number of the training step, 0 or more: N of `run/step-N`.
         optimizer: `modicum.torch.AdamW`, or one whose state has numbers and tensors of the
             parameters' shapes; also in accelerate's wrapper. Includes options. None: no state.
         extra: a dict of values that come back with their types (docs/guide/save.md), such as a
@@ -243,7 +243,7 @@ def _kind(optimizer: Any) -> str:
 
 
 def _follow(model: nn.Module, planned: PlannedSave, report: SaveReport) -> None:
-    """The new step becomes the model's origin if the old origin is a step next to it, which `keep`
+    """The new checkpoint becomes the model's origin if the old origin is a checkpoint next to it, which `keep`
     or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin is gone."""
     origin = origin_of(model)
     if origin is None or origin.source is None or planned.ask.form.adapters:

@@ -45,11 +45,11 @@ def seen_by_all(directory: Path, ranks: Ranks) -> bool:
 
 
 def require_same(step: Path, uuid: str, ranks: Ranks) -> None:
-    """Raises `UsageError` unless this rank sees the step that rank 0 sees, with this uuid. Raises
-    the error of a step that this rank can't open."""
+    """Raises `UsageError` unless this rank sees the checkpoint that rank 0 sees, with this uuid. Raises
+    the error of a checkpoint that this rank can't open."""
     seen = _modicum.open_step(str(step))["uuid"]
     if seen != uuid:
-        what = f"rank {ranks.rank} sees another step than rank 0"
+        what = f"rank {ranks.rank} sees another checkpoint than rank 0"
         raise refusal("UNSUPPORTED", what, expected=uuid, got=seen)
 
 

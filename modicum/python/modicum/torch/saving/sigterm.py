@@ -54,7 +54,7 @@ class Sigterm:
     def __init__(self, grace_s: float | None = None) -> None:
         self.grace_s = grace_s
         self._holds = self._writes = self._votes = self._is_over = False
-        self._is_visible = False  # the step
+        self._is_visible = False  # the checkpoint
         self._pid = os.getpid()
         self._arrived: list[float] = []
         self.on_arrival: Callable[[], object] = lambda: None
@@ -117,7 +117,7 @@ class Sigterm:
         self._votes = True
 
     def end_vote(self) -> None:
-        """The step is visible: SIGTERM no longer ends the save, but only the process after it."""
+        """The checkpoint is visible: SIGTERM no longer ends the save, but only the process after it."""
         self._votes, self._is_visible = False, True
 
     def during(self, own_bytes: int) -> Callable[[int], None]:

@@ -80,7 +80,7 @@ class Facts(NamedTuple):
 
 
 def facts_in(extra: Any, file: str) -> Facts | None:
-    """The facts in the `extra` of a step; None without facts. Raises `IntegrityError`, which names
+    """The facts in the `extra` of a checkpoint; None without facts. Raises `IntegrityError`, which names
     `file`, for others than `SplitStateDict.facts` gives."""
     if not isinstance(extra, dict) or KEY not in extra:
         return None
@@ -114,7 +114,7 @@ def nested(flat: Mapping[str, Any], mappings: Mapping[str, Place]) -> dict[str, 
 
 
 def split(state: Mapping[str, Any]) -> SplitStateDict:
-    """The parts of a state dict. Raises `UsageError` if they do not fit into a step."""
+    """The parts of a state dict. Raises `UsageError` if they do not fit into a checkpoint."""
     found = list(_leaves(state, ()))
     optims = [place for place, value in _mappings(state, ()) if _is_optimizer(value)]
     if len(optims) > 1:
@@ -274,7 +274,7 @@ def _is_moment(value: Any) -> bool:
 
 def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Ranks) -> Goal:
     """The goal of files with the names and shapes of a state dict. `source`: a checkpoint with the
-    same names, whose division into files, config and tokenizer the step gets, or None.
+    same names, whose division into files, config and tokenizer the checkpoint gets, or None.
     Collective."""
     checkpoint = _modicum.open_checkpoint(source)
     stored = checkpoint.stored

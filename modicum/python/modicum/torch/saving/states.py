@@ -3,7 +3,7 @@
     opening -> writing -> written -> voted -> committing (rank 0) -> committed
                                      voted -> unknown -> committed, or failed
 
-A rank that has voted can't tell alone whether rank 0 commits the step. If it loses rank 0, or has
+A rank that has voted can't tell alone whether rank 0 commits the checkpoint. If it loses rank 0, or has
 to end, its save is unknown until it has searched the root. While a save is opening or writing, its
 thread reads the program's memory; in every other state it does not.
 """
@@ -39,14 +39,14 @@ class Event(Enum):
     """A vote point, at which a watched tensor has changed or the process group is gone."""
     ALL_VOTED = "all-voted"
     PUBLISHED = "published"
-    """On rank 0 the step is visible; another rank has rank 0's report."""
+    """On rank 0 the checkpoint is visible; another rank has rank 0's report."""
     OWN_ERROR = "own-error"
     PEER_ERROR = "peer-error"
     """Another rank has failed or is dead, or the store is lost."""
     PREEMPTED = "preempted"
     """After SIGTERM: the rest does not fit into the grace, the grace is over, or a second one."""
     SEEN = "seen"
-    """The root has the step with this save's uuid."""
+    """The root has the checkpoint with this save's uuid."""
     ABSENT = "absent"
 
 

@@ -1,4 +1,4 @@
-"""Saves and loads the state of any torch optimizer in a step (a checkpoint directory): tensors
+"""Saves and loads the state of any torch optimizer in a checkpoint: tensors
 of the parameters' shapes in safetensors files, numbers in state.json."""
 
 import json
@@ -184,7 +184,7 @@ class SavedState(NamedTuple):
     staging: Size | None = None
     """Host memory to stream it through; None: the default."""
     step: Path | None = None
-    """The step's directory, to compare the parameters' dtypes; None: they may change yet."""
+    """The checkpoint's directory, to compare the parameters' dtypes; None: they may change yet."""
 
 
 def needed_by_tensors(

@@ -33,7 +33,7 @@ def json_in(data: bytes, file: str) -> Any:
 
 
 def read_files(step: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """The bytes of files of a step, by name. Raises `IntegrityError` if a text is too long,
+    """The bytes of files of a checkpoint, by name. Raises `IntegrityError` if a text is too long,
     `IoError` if a file can't be read."""
     files = {}
     for name in names:

@@ -127,7 +127,7 @@ class Form:
         for name, dtype in parameters:
             if to not in (None, dtype, "float32") and dtype in FLOATS:
                 what = "dtype rounds a parameter from which the saved optimizer would go on: leave "
-                what += "out dtype, and convert the step with `modicum convert`"
+                what += "out dtype, and convert the checkpoint with `modicum convert`"
                 raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
 
 
@@ -209,7 +209,7 @@ def _layers_in(source: str | Path) -> int | None:
 
 def _require_names(recipe: Recipe, model: Model, source: str | Path, unused: str) -> None:
     """Raises `UsageError` if the source has none of the model's tensors, as if the model had names
-    of its own: the step would hold the source's values under the source's names. Also raises it if
+    of its own: the save would hold the source's values under the source's names. Also raises it if
     that may be so for a part of the model."""
     new = recipe.missing
     if all(name in new or node["op"] == "alias" for name, node in recipe.targets.items()):
@@ -285,7 +285,7 @@ def writing_of(
     for target, tensor in zip(recipe.targets, tensors, strict=True):
         expected, got = [*target["shape"]], [*tensor.tensor.shape]
         if got != expected:
-            what = "the tensor has another shape than in the checkpoint whose files the step gets: "
+            what = "the tensor has another shape than in the checkpoint whose names the save takes:  "
             what += "give SaveOptions(source=...), a checkpoint with the model's shapes"
             shapes = {"expected": str(expected), "got": str(got)}
             raise refusal("MISMATCH", what, tensor=target["name"], **shapes)

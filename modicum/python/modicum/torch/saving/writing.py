@@ -36,7 +36,7 @@ class WriteContext:
     board: _modicum.Board
     ledger: _modicum.Ledger
     directory: Path
-    """Where the step is written before it is published."""
+    """Where the checkpoint is written before it is published."""
     point: int
     """The random number at which the fingerprints of written elements are evaluated
     (`StepSave.point`)."""
@@ -215,12 +215,12 @@ def write_tensors(writing: Writing, where: WriteContext) -> Outcome:
 
 
 class StepInFlight:
-    """On rank 0 the step of this save; empty on other ranks."""
+    """On rank 0 the checkpoint of this save; empty on other ranks."""
 
     def __init__(self) -> None:
         self.step: _modicum.StepSave | None = None
         self.damaged: list[dict[str, Any]] = []
-        """A damaged step of the same number, as `_modicum.set_aside` describes it; on every
+        """A damaged checkpoint of the same number, as `_modicum.set_aside` describes it; on every
         rank."""
         self._in_place: StoragesInPlace | None = None
 
@@ -243,9 +243,9 @@ class StepInFlight:
             raise refusal("USAGE", what, tensor=name)
 
     def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
-        """Waits for a save in the background, then makes the step's directory, and first renames a
-        damaged step of its name. Collective. Returns the directory, without links in its path on
-        this node, and `WriteContext.point`. Raises `IoError` if an intact step has the name, or if
+        """Waits for a save in the background, then makes the checkpoint's directory, and first renames a
+        damaged checkpoint of its name. Collective. Returns the directory, without links in its path on
+        this node, and `WriteContext.point`. Raises `IoError` if an intact checkpoint has the name, or if
         a rank does not see the directory."""
         in_flight.wait()
         if not arguments.get("inside"):
@@ -260,7 +260,7 @@ class StepInFlight:
         return Path(directory).resolve(), int(point)
 
     def end(self) -> None:
-        """Removes the files unless the step was published. Called last, on every rank."""
+        """Removes the files unless the checkpoint was published. Called last, on every rank."""
         self.leave()
         if self.step is not None:
             self.step.discard()
