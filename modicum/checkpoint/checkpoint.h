@@ -18,7 +18,7 @@
 #include "modicum/checkpoint/blob.h"        // IWYU pragma: export
 #include "modicum/checkpoint/conversion.h"  // IWYU pragma: export
 #include "modicum/checkpoint/durable.h"     // IWYU pragma: export
-#include "modicum/checkpoint/step.h"        // IWYU pragma: export
+#include "modicum/checkpoint/run.h"         // IWYU pragma: export
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
@@ -63,8 +63,8 @@ enum class Record : uint8_t { compared, ignored };
 //
 // If the files are those of a checkpoint, or of the optimizer's state of a checkpoint, compares all
 // headers and texts of the checkpoint (without kExtraDirectory) with its record, and puts the
-// digests of values into Manifest::recorded. Then also throws the errors of open_step, and
-// INTEGRITY.
+// digests of values into Manifest::recorded. Then also throws the errors of open_run_checkpoint,
+// and INTEGRITY.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
                            Record record = Record::compared);
 
@@ -138,7 +138,7 @@ class FormTally {
 };
 // The copied files, and a warning for each that was left out.
 struct Companions {
-  std::vector<StepFile> copied;
+  std::vector<CheckpointFile> copied;
   std::vector<std::string> warnings;
 };
 // Copies the files of these names from the source into `directory`, durably and in blocks. With a

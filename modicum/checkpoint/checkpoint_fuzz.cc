@@ -16,7 +16,7 @@
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/checkpoint/parts.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/checkpoint/test_files_doubles.h"
 #include "modicum/io/file_doubles.h"
 
@@ -36,7 +36,7 @@ void open_committed(const std::string& commit) {
   MemoryFileSystem files;
   files.put("dir/manifest.json", record_json({.step = 1, .uuid = "a", .tool = "modicum"}));
   files.put("dir/COMMIT", commit);
-  MODICUM_ASSERT(open_step(files, "dir").record.uuid == "a");
+  MODICUM_ASSERT(open_run_checkpoint(files, "dir").record.uuid == "a");
 }
 
 void continue_conversion(const std::string& journal) {
@@ -46,7 +46,7 @@ void continue_conversion(const std::string& journal) {
   Hasher hasher;
   hasher.add("inputs");
   ConversionJournal conversion(files, "/out",
-                               {hasher.digest(), {}, [](const StepOwner&) { return true; }});
+                               {hasher.digest(), {}, [](const SaveOwner&) { return true; }});
   const ConvertedFile* const file = conversion.finished("a", 4);
   MODICUM_ASSERT(file == nullptr || file->bytes == 4);
   conversion.recorded();
@@ -66,7 +66,7 @@ void parse(char kind, const std::string& text) {
     files.put("dir/config.json", text);
   }
   if (kind == 'm') {
-    const StepRecord record = parse_record(text);
+    const CheckpointRecord record = parse_record(text);
     MODICUM_ASSERT(parse_record(record_json(record)) == record);
   } else if (kind == 's') {
     const std::string again = state_json(parse_state(text));

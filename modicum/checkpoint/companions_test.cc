@@ -68,8 +68,9 @@ TEST(CopyCompanions, CopiesInSmallBlocks) {
   const Companions all = copied(source, files);
   EXPECT_EQ(all.warnings, std::vector<std::string>());
   ASSERT_EQ(all.copied.size(), 2);
-  EXPECT_EQ(all.copied[0], (StepFile{"empty.txt", 0, 0, digest_of("")}));
-  EXPECT_EQ(all.copied[1], (StepFile{"tokenizer.json", text.size(), text.size(), digest_of(text)}));
+  EXPECT_EQ(all.copied[0], (CheckpointFile{"empty.txt", 0, 0, digest_of("")}));
+  EXPECT_EQ(all.copied[1],
+            (CheckpointFile{"tokenizer.json", text.size(), text.size(), digest_of(text)}));
   EXPECT_EQ(under.get("/out/tokenizer.json"), text);
   check_digest(files, "/out", all.copied[1]);
   for (const IoCall& call : files.calls()) {

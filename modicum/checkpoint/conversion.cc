@@ -19,7 +19,7 @@ constexpr int64_t kJournalVersion = 1;  // of journals; those without a version 
 
 // The content of a journal.
 struct Journal {
-  StepOwner owner;
+  SaveOwner owner;
   std::string uuid;  // OwnerRecord::uuid; modicum 0.1 wrote none
   std::string inputs;
   std::vector<ConvertedFile> files;
@@ -113,7 +113,7 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
 }
 
 // Throws CONFLICT unless the owner is dead, or silent and adopted. `name`: the output's.
-void require_no_owner(Life life, const StepOwner& owner, bool is_adopted, const std::string& name) {
+void require_no_owner(Life life, const SaveOwner& owner, bool is_adopted, const std::string& name) {
   if (life == Life::dead || (life == Life::silent && is_adopted)) return;
   const std::string why =
       life == Life::lives

@@ -21,7 +21,7 @@
 #include "modicum/checkpoint/durable.h"
 #include "modicum/checkpoint/owner.h"
 #include "modicum/checkpoint/range_loss.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
@@ -53,9 +53,9 @@ class ConversionJournal {
  public:
   struct Inputs {
     Digest digest;    // covers everything that determines the output's bytes
-    StepOwner owner;  // this process
+    SaveOwner owner;  // this process
     // Whether a process is known to have ended; asked only for a journal of modicum 0.1.
-    std::function<bool(const StepOwner&)> is_dead;
+    std::function<bool(const SaveOwner&)> is_dead;
     bool needs_losses = false;  // a file without ConvertedFile::losses counts as unfinished
     bool adopts = false;        // takes over from an owner that can't be asked (Life::silent)
   };

@@ -24,7 +24,7 @@ class DamagedJournal : public testing::Test {
   ConversionJournal begun() {
     Hasher hasher;
     hasher.add("inputs");
-    return {files, "/out", {hasher.digest(), StepOwner{"host", 7, 11}, [](const StepOwner&) {
+    return {files, "/out", {hasher.digest(), SaveOwner{"host", 7, 11}, [](const SaveOwner&) {
                               return true;
                             }}};
   }

@@ -17,15 +17,15 @@
 namespace modicum {
 namespace {
 
-const StepOwner kSaver{"host", 7, 11};
+const SaveOwner kSaver{"host", 7, 11};
 const std::string kRoot = "/root";
 
 using FileNames = std::vector<std::string>;
 
 // Saves a checkpoint with `data_files` further files.
-StepInFlight save_whole(FileSystem& files, int64_t number, int data_files = 0) {
-  const StepInFlight step = begin_step(files, kRoot, number, kSaver, true);
-  StepRecord record{.step = number, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
+CheckpointInFlight save_whole(FileSystem& files, int64_t number, int data_files = 0) {
+  const CheckpointInFlight step = begin_checkpoint(files, kRoot, number, kSaver, true);
+  CheckpointRecord record{.step = number, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
   FileNames names = {"model.safetensors", "config.json"};
   for (int i = 0; i < data_files; ++i) names.push_back(fmt::format("data-{}.safetensors", i));
   for (const std::string& name : names) {
@@ -33,7 +33,7 @@ StepInFlight save_whole(FileSystem& files, int64_t number, int data_files = 0) {
     write_durably(files, join_path(step.directory, name), text);
     record.files.push_back({name, text.size(), text.size(), digest_of(text)});
   }
-  publish_step(files, step, record);
+  publish_checkpoint(files, step, record);
   return step;
 }
 
@@ -84,9 +84,10 @@ TEST(Damage, AnyOtherErrorEndsAResume) {
       change(under, 3);
       RecordingFileSystem files(under, fail_at);
       files.fail_with(error);
-      std::vector<SkippedStep> skipped;
+      std::vector<SkippedCheckpoint> skipped;
       int64_t found = 0;
-      const Category category = thrown_by([&] { found = newest_step(files, kRoot, skipped).step; });
+      const Category category =
+          thrown_by([&] { found = newest_checkpoint(files, kRoot, skipped).step; });
       if (static_cast<int64_t>(files.calls().size()) < fail_at) {
         EXPECT_EQ(found, 2);
         EXPECT_EQ(skipped.size(), 1U);
@@ -102,8 +103,8 @@ TEST(Damage, AStepOfALaterVersionEndsAResume) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_whole(files, step);
   make_later(files, 2);
-  std::vector<SkippedStep> skipped;
-  EXPECT_EQ(thrown_by([&] { newest_step(files, kRoot, skipped); }), Category::unsupported);
+  std::vector<SkippedCheckpoint> skipped;
+  EXPECT_EQ(thrown_by([&] { newest_checkpoint(files, kRoot, skipped); }), Category::unsupported);
   EXPECT_TRUE(skipped.empty());
 }
 
@@ -111,40 +112,41 @@ TEST(Damage, AFileOfAnotherKindDamagesAStep) {
   const TempDir temp;
   PosixFileSystem real;
   const std::string root = temp / "root";
-  const StepInFlight step = begin_step(real, root, 1, kSaver);
+  const CheckpointInFlight step = begin_checkpoint(real, root, 1, kSaver);
   write_durably(real, join_path(step.directory, "a"), "x");
-  publish_step(real, step,
-               {.step = 1, .uuid = step.uuid, .tool = "m", .files = {{"a", 1, 1, digest_of("x")}}});
+  publish_checkpoint(
+      real, step,
+      {.step = 1, .uuid = step.uuid, .tool = "m", .files = {{"a", 1, 1, digest_of("x")}}});
   const std::string path = root + "/step-1";
-  EXPECT_EQ(check_step(real, path).step, 1);
+  EXPECT_EQ(check_run_checkpoint(real, path).step, 1);
   for (const std::string name : {"a", "manifest.json", "COMMIT"}) {
     real.rename(join_path(path, name), temp / "kept");
-    EXPECT_TRUE(is_damage(thrown_by([&] { check_step(real, path); }))) << name;
+    EXPECT_TRUE(is_damage(thrown_by([&] { check_run_checkpoint(real, path); }))) << name;
     real.make_directory(join_path(path, name));
-    EXPECT_EQ(thrown_by([&] { check_step(real, path); }), Category::integrity) << name;
+    EXPECT_EQ(thrown_by([&] { check_run_checkpoint(real, path); }), Category::integrity) << name;
     real.remove(join_path(path, name));
     for (const char* const target : {"absent", "/dev/null", ".."}) {
       std::filesystem::create_symlink(target, join_path(path, name));
-      EXPECT_EQ(thrown_by([&] { check_step(real, path); }),
+      EXPECT_EQ(thrown_by([&] { check_run_checkpoint(real, path); }),
                 name == "COMMIT" && std::string(target) == "absent" ? Category::uncommitted
                                                                     : Category::integrity)
           << name << " " << target;
       real.remove(join_path(path, name));
     }
     std::filesystem::create_symlink(temp / "kept", join_path(path, name));
-    EXPECT_EQ(check_step(real, path).step, 1);
+    EXPECT_EQ(check_run_checkpoint(real, path).step, 1);
     real.remove(join_path(path, name));
     real.rename(temp / "kept", join_path(path, name));
   }
-  EXPECT_EQ(check_step(real, path).step, 1);
+  EXPECT_EQ(check_run_checkpoint(real, path).step, 1);
 }
 
 TEST(Damage, ADirectoryWithTheRecordOfAnotherStepIsSkipped) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_whole(files, step);
   files.rename(kRoot + "/step-2", kRoot + "/step-5");
-  std::vector<SkippedStep> skipped;
-  EXPECT_EQ(newest_step(files, kRoot, skipped).step, 1);
+  std::vector<SkippedCheckpoint> skipped;
+  EXPECT_EQ(newest_checkpoint(files, kRoot, skipped).step, 1);
   ASSERT_EQ(skipped.size(), 1U);
   EXPECT_NE(skipped[0].reason.find("record of another checkpoint (expected step-5, got step-2)"),
             std::string::npos)
@@ -163,8 +165,8 @@ TEST(Damage, AStepThatIsRemovedMeanwhileIsChosenAgain) {
       is_hit = true;
       EXPECT_EQ(keep_newest(under, save_whole(under, 3), 1), std::nullopt);
     });
-    std::vector<SkippedStep> skipped;
-    const int64_t found = newest_step(files, kRoot, skipped).step;
+    std::vector<SkippedCheckpoint> skipped;
+    const int64_t found = newest_checkpoint(files, kRoot, skipped).step;
     EXPECT_TRUE(found == 3 || (found == 2 && at > 10)) << at << ": " << found;
     EXPECT_TRUE(skipped.empty()) << at;
     if (!is_hit) break;
@@ -175,15 +177,16 @@ TEST(Damage, AStepThatIsRemovedMeanwhileIsChosenAgain) {
 TEST(Damage, NewestStepGoesOnBelowTheSkippedOnes) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3}) save_whole(files, step);
-  std::vector<SkippedStep> skipped = {{3, "INTEGRITY: its values"}};
-  EXPECT_EQ(newest_step(files, kRoot, skipped).step, 2);
+  std::vector<SkippedCheckpoint> skipped = {{3, "INTEGRITY: its values"}};
+  EXPECT_EQ(newest_checkpoint(files, kRoot, skipped).step, 2);
   skipped.push_back({1, "INTEGRITY: its values"});
   try {
-    newest_step(files, kRoot, skipped);
+    newest_checkpoint(files, kRoot, skipped);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::uncommitted);
-    EXPECT_EQ(error.what_happened(), "none of 2 checkpoint(s) is intact; step-3: INTEGRITY: its values");
+    EXPECT_EQ(error.what_happened(),
+              "none of 2 checkpoint(s) is intact; step-3: INTEGRITY: its values");
   }
 }
 
@@ -205,7 +208,7 @@ TEST(Damage, AnErrorDuringRetentionCostsNoStep) {
     MemoryFileSystem under;
     for (const int64_t step : {1, 2, 3, 4}) save_whole(under, step);
     change(under, 4);
-    const StepInFlight step = save_whole(under, 5);
+    const CheckpointInFlight step = save_whole(under, 5);
     RecordingFileSystem files(under, fail_at);
     const std::string warning = keep_newest(files, step, 2).value_or("");
     for (const int64_t number : {3, 4, 5}) {
@@ -232,15 +235,15 @@ TEST(Damage, AStepOfALaterVersionEndsRetention) {
 TEST(Damage, AStepThatStaysDoesNotEndRetention) {
   MemoryFileSystem under;
   for (const int64_t step : {1, 2, 3}) save_whole(under, step);
-  const StepInFlight step = save_whole(under, 4);
+  const CheckpointInFlight step = save_whole(under, 4);
   int64_t renames = 0;
   int64_t fail_at = 1;
   {  // the number of the first rename
     MemoryFileSystem copy;
     for (const int64_t number : {1, 2, 3}) save_whole(copy, number);
-    const StepInFlight saved_step = save_whole(copy, 4);
+    const CheckpointInFlight saved_checkpoint = save_whole(copy, 4);
     RecordingFileSystem files(copy);
-    keep_newest(files, saved_step, 1);
+    keep_newest(files, saved_checkpoint, 1);
     const std::vector<IoCall> calls = files.calls();
     for (const IoCall& call : calls) renames += call.what == "rename" ? 1 : 0;
     fail_at += std::find_if(calls.begin(), calls.end(),
@@ -270,9 +273,9 @@ TEST(Damage, RetentionOpensFewFiles) {
   MemoryFileSystem under;
   for (int64_t step = 1; step < kSteps; ++step) save_whole(under, step, kDataFiles - 1);
   RecordingFileSystem plain(under);
-  discard_step(under, begin_step(plain, kRoot, kSteps, kSaver));
+  discard_checkpoint(under, begin_checkpoint(plain, kRoot, kSteps, kSaver));
   EXPECT_EQ(opens(plain, ""), 0);
-  const StepInFlight step = save_whole(under, kSteps, kDataFiles - 1);
+  const CheckpointInFlight step = save_whole(under, kSteps, kDataFiles - 1);
   RecordingFileSystem files(under);
   EXPECT_EQ(keep_newest(files, step, kKeep), std::nullopt);
   const int64_t others = kKeep - 1, removed = kSteps - static_cast<int64_t>(kKeep);
@@ -295,7 +298,7 @@ TEST(Damage, ADamagedStepIsSetAside) {
   ASSERT_TRUE(uuid);
   change(files, 7);
   const uint64_t bytes = bytes_below(files, kRoot + "/step-7");
-  const DamagedStep aside = set_aside(files, kRoot, {7, "INTEGRITY: it"}, uuid);
+  const DamagedCheckpoint aside = set_aside(files, kRoot, {7, "INTEGRITY: it"}, uuid);
   EXPECT_EQ(aside.bytes, bytes);
   EXPECT_GT(bytes, 5U);
   EXPECT_EQ(aside.reason, "INTEGRITY: it");
@@ -303,8 +306,8 @@ TEST(Damage, ADamagedStepIsSetAside) {
   EXPECT_EQ(steps_in(files), FileNames{});
   EXPECT_EQ(bytes_below(files, aside.path), bytes);
   // No save removes it.
-  StepInFlight step = save_whole(files, 7);
-  EXPECT_EQ(remove_leftovers(files, step, [](const StepOwner&) { return true; }), FileNames{});
+  CheckpointInFlight step = save_whole(files, 7);
+  EXPECT_EQ(remove_leftovers(files, step, [](const SaveOwner&) { return true; }), FileNames{});
   EXPECT_EQ(keep_newest(files, step, 1), std::nullopt);
   EXPECT_TRUE(files.exists(join_path(aside.path, "COMMIT")));
   for (const char* name : {".damaged-", ".damaged-x-1", ".damaged--1-0", "damaged-1-0"}) {
@@ -323,7 +326,7 @@ TEST(Damage, AStepThatHasBeenReplacedIsNotSetAside) {
               set_aside(files, kRoot, {7, "INTEGRITY: it"}, read);
             }),
             Category::conflict);
-  EXPECT_EQ(check_step(files, kRoot + "/step-7").record.uuid, newer);
+  EXPECT_EQ(check_run_checkpoint(files, kRoot + "/step-7").record.uuid, newer);
 }
 
 // ---- a checkpoint inside another program's directory
@@ -332,7 +335,7 @@ TEST(Damage, AStepOfALaterVersionKeepsItsCommit) {
   MemoryFileSystem files;
   save_whole(files, 1);
   make_later(files, 1);
-  EXPECT_EQ(thrown_by([&] { begin_step_in(files, kRoot + "/step-1", 1, kSaver); }),
+  EXPECT_EQ(thrown_by([&] { begin_checkpoint_in(files, kRoot + "/step-1", 1, kSaver); }),
             Category::unsupported);
   EXPECT_TRUE(files.exists(path_of(1, "COMMIT")));
 }

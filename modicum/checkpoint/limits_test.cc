@@ -17,7 +17,7 @@
 namespace modicum {
 namespace {
 
-const StepOwner kOwner{"host", 7, 11};
+const SaveOwner kOwner{"host", 7, 11};
 
 // Where a sparse file of 1 TiB takes no space.
 class LongRecords : public testing::Test {
@@ -27,9 +27,9 @@ class LongRecords : public testing::Test {
     save(1);
   }
 
-  StepInFlight save(int64_t number) {
-    StepInFlight step = begin_step(files, root, number, kOwner);
-    publish_step(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
+  CheckpointInFlight save(int64_t number) {
+    CheckpointInFlight step = begin_checkpoint(files, root, number, kOwner);
+    publish_checkpoint(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
     return step;
   }
   void put_long(const std::string& path) {
@@ -53,13 +53,13 @@ class LongRecords : public testing::Test {
 TEST_F(LongRecords, ACommitIsDamage) {
   files.make_directory(root + "/step-9");
   put_long(root + "/step-9/COMMIT");
-  expect_too_long("COMMIT", "65536", [&] { open_step(files, root + "/step-9"); });
-  std::vector<SkippedStep> skipped;
-  EXPECT_EQ(newest_step(files, root, skipped).step, 1);
+  expect_too_long("COMMIT", "65536", [&] { open_run_checkpoint(files, root + "/step-9"); });
+  std::vector<SkippedCheckpoint> skipped;
+  EXPECT_EQ(newest_checkpoint(files, root, skipped).step, 1);
   ASSERT_EQ(skipped.size(), 1);
   EXPECT_EQ(skipped[0].step, 9);
   // A save with retention succeeds, and leaves the damaged checkpoint.
-  const StepInFlight step = save(2);
+  const CheckpointInFlight step = save(2);
   EXPECT_EQ(keep_newest(files, step, 2), std::nullopt);
   EXPECT_EQ(files.list(root), (std::vector<std::string>{"latest", "step-1", "step-2", "step-9"}));
 }
@@ -67,13 +67,14 @@ TEST_F(LongRecords, ACommitIsDamage) {
 TEST_F(LongRecords, AManifestIsDamage) {
   files.remove(root + "/step-1/manifest.json");
   put_long(root + "/step-1/manifest.json");
-  expect_too_long("manifest.json", "100000000", [&] { open_step(files, root + "/step-1"); });
+  expect_too_long("manifest.json", "100000000",
+                  [&] { open_run_checkpoint(files, root + "/step-1"); });
 }
 
 TEST_F(LongRecords, AManifestOfAnotherProgramMakesNoStep) {
   files.make_directory(root + "/other");
   put_long(root + "/other/manifest.json");
-  EXPECT_FALSE(is_step(files, root + "/other"));
+  EXPECT_FALSE(is_run_checkpoint(files, root + "/other"));
 }
 
 TEST_F(LongRecords, AnIndexIsRefused) {
@@ -88,7 +89,8 @@ TEST_F(LongRecords, AnIndexIsRefused) {
 TEST_F(LongRecords, OtherKindsOfFilesAreRefusedAtOnce) {
   const std::string commit = root + "/step-1/COMMIT";
   const auto refused = [&] {
-    const std::optional<Error> error = error_of([&] { open_step(files, root + "/step-1"); });
+    const std::optional<Error> error =
+        error_of([&] { open_run_checkpoint(files, root + "/step-1"); });
     return error ? error->what_happened() : "opened";
   };
   files.remove(commit);
@@ -110,8 +112,8 @@ std::vector<TensorSpec> specs_of(size_t tensors, std::vector<int64_t> shape, DTy
   return specs;
 }
 
-std::vector<StepTensor> recorded(const Manifest& manifest) {
-  std::vector<StepTensor> tensors;
+std::vector<CheckpointTensor> recorded(const Manifest& manifest) {
+  std::vector<CheckpointTensor> tensors;
   for (const StoredTensor& stored : manifest.tensors) {
     const uint64_t chunks = (stored.at.bytes() + kDigestChunkBytes - 1) / kDigestChunkBytes;
     tensors.push_back({stored.spec, std::vector<uint64_t>(chunks, UINT64_MAX), {}});
@@ -124,7 +126,8 @@ TEST(MostRecordBytes, IsJustAboveTheLengthOfTheRecord) {
       output_manifest(split_into_files(specs_of(7, {1000, 9000}, DType::bf16), 40 << 20));
   const Manifest state = output_manifest({specs_of(3, {3, 1'000'000}, DType::f32)});
   ASSERT_GT(weights.files.size(), 1);
-  StepRecord record{.step = 7, .uuid = std::string(32, 'a'), .world_size = 8, .tool = "modicum"};
+  CheckpointRecord record{
+      .step = 7, .uuid = std::string(32, 'a'), .world_size = 8, .tool = "modicum"};
   std::vector<std::string> others;
   for (int i = 0; i < 500; ++i) others.push_back(fmt::format("extra/rank-{:05}.safetensors", i));
   for (const std::string& name : others) record.files.push_back({name, UINT64_MAX, UINT64_MAX, {}});
@@ -143,14 +146,14 @@ TEST(MostRecordBytes, IsJustAboveTheLengthOfTheRecord) {
 TEST(MostRecordBytes, ARecordThatWouldBeTooLongHasNoChecksums) {
   constexpr uint64_t kChunks = 3'100'000;
   MemoryFileSystem files;
-  const StepInFlight step = begin_step(files, "/root", 3, {"host", 1, 2});
-  StepRecord record{.step = 3, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
+  const CheckpointInFlight step = begin_checkpoint(files, "/root", 3, {"host", 1, 2});
+  CheckpointRecord record{.step = 3, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
   const std::vector<uint64_t> sums(kChunks, UINT64_MAX);
   const auto numel = static_cast<int64_t>(kChunks * kDigestChunkBytes);
   record.tensors.push_back({{"w", Role::param, DType::u8, {numel}}, sums, sums});
-  publish_step(files, step, record);
+  publish_checkpoint(files, step, record);
   record.tensors.front().checksums.clear();
-  EXPECT_EQ(open_step(files, "/root/step-3").record, record);
+  EXPECT_EQ(open_run_checkpoint(files, "/root/step-3").record, record);
 }
 
 // 3 T parameters in bfloat16, with master, exp_avg and exp_avg_sq in float32: 42 TB, and 191 MB of
@@ -180,11 +183,11 @@ TEST(MostRecordBytes, AStepOfThreeTrillionParametersIsRefused) {
 // Catches: a checkpoint that is committed with a record that no reader accepts, if its length was
 // not known before. The test's record has 5.3 million digests.
 TEST_F(LongRecords, ARecordThatIsTooLongIsNotWritten) {
-  StepInFlight step = begin_step(files, root, 2, kOwner);
-  StepRecord record{.step = 2, .uuid = step.uuid};
+  CheckpointInFlight step = begin_checkpoint(files, root, 2, kOwner);
+  CheckpointRecord record{.step = 2, .uuid = step.uuid};
   record.tensors = {{{"w", Role::param, DType::u8, {5'300'000 * int64_t{kDigestChunkBytes}}},
                      std::vector<uint64_t>(5'300'000)}};
-  const std::optional<Error> error = error_of([&] { publish_step(files, step, record); });
+  const std::optional<Error> error = error_of([&] { publish_checkpoint(files, step, record); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::unsupported) << error->what();
   EXPECT_EQ(files.list(step.directory), std::vector<std::string>());

@@ -31,7 +31,7 @@ bool is_pickle(std::string_view name) {
                      [name](std::string_view ending) { return name.ends_with(ending); });
 }
 
-[[noreturn]] void refuse(Category category, const std::string& what, const std::string& path) {
+[[noreturn]] void refuse_path(Category category, const std::string& what, const std::string& path) {
   fail(category, what, {.file = base_name(path)});
 }
 
@@ -64,9 +64,9 @@ std::string_view foreign_kind(const std::vector<std::string>& names) {
 // What a directory without safetensors files should hold instead.
 std::string expected_in(FileSystem& files, const std::string& directory,
                         const std::vector<std::string>& names) {
-  if (const std::vector<int64_t> steps = step_numbers(files, directory); !steps.empty()) {
+  if (const std::vector<int64_t> numbers = step_numbers(files, directory); !numbers.empty()) {
     return fmt::format("one checkpoint, such as step-{}: this is a run, which resume takes",
-                       steps.front());
+                       numbers.front());
   }
   if (!contains(names, kConfigFile)) return "a .safetensors file";
   return "a .safetensors file: its header lists the tensors, config.json does not (`modicum synth "
@@ -78,10 +78,10 @@ Source look_into(FileSystem& files, const std::string& directory) {
   const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
   const std::vector<std::string> shards = names_ending_in(kShardEnding, names);
   auto ambiguous = [&](const std::vector<std::string>& candidates, const char* why) {
-    refuse(Category::index_ambiguous,
-           fmt::format("{}; name one: {}", why,
-                       printable(fmt::format("{}", fmt::join(candidates, ", ")))),
-           directory);
+    refuse_path(Category::index_ambiguous,
+                fmt::format("{}; name one: {}", why,
+                            printable(fmt::format("{}", fmt::join(candidates, ", ")))),
+                directory);
   };
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
@@ -106,8 +106,9 @@ Source look_into(FileSystem& files, const std::string& directory) {
                                : printable(fmt::format("{}{}", fmt::join(listed, ", "),
                                                        names.size() > 5 ? ", ..." : ""))});
   }
-  refuse(Category::format_pickle,
-         "the directory has pickle files, which are never read, and no safetensors file", *pickle);
+  refuse_path(Category::format_pickle,
+              "the directory has pickle files, which are never read, and no safetensors file",
+              *pickle);
 }
 
 // Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
@@ -156,7 +157,7 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (files.is_directory(path)) return look_into(files, path);
   if (files.exists(path)) {
     const std::string name = base_name(path);
-    if (is_pickle(name)) refuse(Category::format_pickle, "pickle files are never read", path);
+    if (is_pickle(name)) refuse_path(Category::format_pickle, "pickle files are never read", path);
     return {parent_path(path), name, name.ends_with(".index.json"), {}};
   }
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
@@ -173,7 +174,7 @@ Source find_source(FileSystem& files, const std::string& path) {
     facts.got = printable(path);
     fail(error.category(), error.what_happened(), std::move(facts));
   }
-  refuse(Category::io, "the path appeared while it was opened", path);
+  refuse_path(Category::io, "the path appeared while it was opened", path);
 }
 
 // R29: refuses index X.safetensors.index.json next to a file X.safetensors that it does not name.
@@ -181,9 +182,9 @@ void prove_unambiguous(FileSystem& files, const Source& source, const Index& ind
   constexpr std::string_view kSuffix = ".index.json";
   const std::string single = source.file.substr(0, source.file.size() - kSuffix.size());
   if (contains(index.files, single) || !files.exists(join_path(source.directory, single))) return;
-  refuse(Category::index_ambiguous,
-         fmt::format("both {} and an index of other files; name one", printable(single)),
-         source.file);
+  refuse_path(Category::index_ambiguous,
+              fmt::format("both {} and an index of other files; name one", printable(single)),
+              source.file);
 }
 
 void add_file(Checkpoint& checkpoint, const std::string& name) {
@@ -283,8 +284,8 @@ std::string defining_file(FileSystem& files, const std::string& directory) {
 }
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record) {
-  std::optional<RecordOfStep> step;
-  if (record == Record::compared) step.emplace(files, path);
+  std::optional<RecordComparison> comparison;
+  if (record == Record::compared) comparison.emplace(files, path);
   const Source source = find_source(files, path);
   Checkpoint checkpoint;
   checkpoint.files = &files;
@@ -295,7 +296,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record re
     add_file(checkpoint, source.file);
   }
   require_countable(checkpoint.manifest);
-  if (step) step->add_to(checkpoint.manifest);
+  if (comparison) comparison->add_to(checkpoint.manifest);
   warn_of_unread_files(source.names, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
   pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);

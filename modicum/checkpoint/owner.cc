@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kPollNs = 20 * kNsPerMs;
 
-// The boot id in StepOwner::host, which is NAME.BOOT_ID.START; empty if there is none.
+// The boot id in SaveOwner::host, which is NAME.BOOT_ID.START; empty if there is none.
 std::string_view boot_of(std::string_view host) {
   const size_t end = host.rfind('.');
   if (end == std::string_view::npos) return {};
@@ -26,11 +26,11 @@ std::string_view boot_of(std::string_view host) {
   return host.substr(begin + 1, end - begin - 1);
 }
 
-bool is_of_same_boot(const StepOwner& a, const StepOwner& b) {
+bool is_of_same_boot(const SaveOwner& a, const SaveOwner& b) {
   return !boot_of(a.host).empty() && boot_of(a.host) == boot_of(b.host);
 }
 
-bool is_of_another_boot(const StepOwner& a, const StepOwner& b) {
+bool is_of_another_boot(const SaveOwner& a, const SaveOwner& b) {
   return !boot_of(a.host).empty() && !boot_of(b.host).empty() && boot_of(a.host) != boot_of(b.host);
 }
 
@@ -124,16 +124,16 @@ void OwnerFile::remove() {
   if (pid_ == ::getpid() && is_ours()) files_.remove(path_);
 }
 
-std::unique_ptr<OwnerFile> own_step(FileSystem& files, const StepInFlight& step) {
-  const std::string path = join_path(step.directory, kOwnerFile);
+std::unique_ptr<OwnerFile> own_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight) {
+  const std::string path = join_path(in_flight.directory, kOwnerFile);
   std::unique_ptr<LockedFile> file = files.lock(path);
   if (!file) fail(Category::conflict, "another process has the new file", {.file = kOwnerFile});
   return std::make_unique<OwnerFile>(files, path, std::move(file),
-                                     OwnerRecord{step.owner, step.uuid});
+                                     OwnerRecord{in_flight.owner, in_flight.uuid});
 }
 
-OwnerCheck::OwnerCheck(FileSystem& files, std::string directory, const StepOwner& self,
-                       std::function<bool(const StepOwner&)> is_dead)
+OwnerCheck::OwnerCheck(FileSystem& files, std::string directory, const SaveOwner& self,
+                       std::function<bool(const SaveOwner&)> is_dead)
     : files_(files),
       directory_(std::move(directory)),
       self_(self),
@@ -152,7 +152,7 @@ Life OwnerCheck::of_file(const SeenFile& seen) {
   return is_old(seen) ? Life::dead : Life::silent;
 }
 
-Life OwnerCheck::of_name(const StepOwner& owner) {
+Life OwnerCheck::of_name(const SaveOwner& owner) {
   if (is_of_another_boot(owner, self_)) return is_of_one_kernel_ ? Life::dead : Life::silent;
   if (is_dead_(owner)) return Life::dead;
   return owner.host == self_.host ? Life::lives : Life::silent;

@@ -30,7 +30,7 @@
 #include <thread>
 
 #include "modicum/base/base.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/io/io.h"
 
 namespace modicum {
@@ -43,7 +43,7 @@ constexpr int64_t kRootLockNs = 60 * kNsPerSecond;
 
 // The content of an owner file.
 struct OwnerRecord {
-  StepOwner process;
+  SaveOwner process;
   std::string uuid;       // of this piece of work: another process has another one
   bool is_locked = true;  // false if the file system has no locks
 };
@@ -83,7 +83,7 @@ class OwnerFile {
 };
 
 // Makes the owner file of a checkpoint in flight. Throws NOSPACE or IO.
-std::unique_ptr<OwnerFile> own_step(FileSystem& files, const StepInFlight& step);
+std::unique_ptr<OwnerFile> own_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight);
 
 enum class Life {
   dead,
@@ -96,11 +96,11 @@ class OwnerCheck {
  public:
   // `self`: this process. `is_dead`: whether a process of this kernel is known to have ended, which
   // is asked only for owners without a file.
-  OwnerCheck(FileSystem& files, std::string directory, const StepOwner& self,
-             std::function<bool(const StepOwner&)> is_dead);
+  OwnerCheck(FileSystem& files, std::string directory, const SaveOwner& self,
+             std::function<bool(const SaveOwner&)> is_dead);
 
   Life of_file(const SeenFile& seen);
-  Life of_name(const StepOwner& owner);
+  Life of_name(const SaveOwner& owner);
   // Whether the file was written more than kLeaseNs ago.
   bool is_old(const SeenFile& seen);
   // Whether the process of the file's record may run on another kernel.
@@ -111,8 +111,8 @@ class OwnerCheck {
 
   FileSystem& files_;
   const std::string directory_;
-  const StepOwner self_;
-  const std::function<bool(const StepOwner&)> is_dead_;
+  const SaveOwner self_;
+  const std::function<bool(const SaveOwner&)> is_dead_;
   const bool is_of_one_kernel_;
 };
 

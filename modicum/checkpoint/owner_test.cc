@@ -17,13 +17,13 @@ namespace {
 using Names = std::vector<std::string>;
 
 // Processes of one host name. The last number is the start of the container's first process.
-const StepOwner kOwner{"host.boot_a.5", 7, 11};
-const StepOwner kContainer{"host.boot_a.9", 7, 13};  // on the same kernel
-const StepOwner kElsewhere{"host.boot_b.5", 7, 11};  // after a reboot, or another kernel
+const SaveOwner kOwner{"host.boot_a.5", 7, 11};
+const SaveOwner kContainer{"host.boot_a.9", 7, 13};  // on the same kernel
+const SaveOwner kElsewhere{"host.boot_b.5", 7, 11};  // after a reboot, or another kernel
 
 constexpr int64_t kMinuteNs = 60 * kNsPerSecond;
 
-bool never_asked(const StepOwner&) {
+bool never_asked(const SaveOwner&) {
   ADD_FAILURE() << "an owner with a file was judged by its pid";
   return true;
 }
@@ -34,14 +34,14 @@ class Owners : public testing::Test {
 
   // A save in flight.
   void begin() {
-    step = begin_step(files, "/root", 2, kOwner);
-    owner = own_step(files, step);
+    step = begin_checkpoint(files, "/root", 2, kOwner);
+    owner = own_checkpoint(files, step);
   }
   // The process of the save is killed.
   void kill() { owner.reset(); }
   // Whether a save by `other` leaves the one in flight, and reports it.
-  bool stays(const StepOwner& other,
-             const std::function<bool(const StepOwner&)>& is_dead = never_asked) {
+  bool stays(const SaveOwner& other,
+             const std::function<bool(const SaveOwner&)>& is_dead = never_asked) {
     const Names warnings = remove_leftovers(files, {.root = "/root", .owner = other}, is_dead);
     const bool is_left = files.exists(step.directory);
     EXPECT_EQ(warnings, is_left ? Names{base_name(step.directory) +
@@ -60,7 +60,7 @@ class Owners : public testing::Test {
   }
 
   MemoryFileSystem files;
-  StepInFlight step;
+  CheckpointInFlight step;
   std::unique_ptr<OwnerFile> owner;
 };
 
@@ -126,11 +126,11 @@ TEST_F(Owners, ThatCannotBeAskedLive) {
 
 // A save may be killed before it has written the record.
 TEST_F(Owners, WithAFileThatIsNoRecordAreJudgedByTheirName) {
-  const auto is_dead = [](const StepOwner&) { return true; };
-  const auto is_alive = [](const StepOwner&) { return false; };
+  const auto is_dead = [](const SaveOwner&) { return true; };
+  const auto is_alive = [](const SaveOwner&) { return false; };
   for (const std::string text : {"", "{", "{}", "[]", R"({"uuid":7})"}) {
     const auto begin_with = [&] {
-      step = begin_step(files, "/root", 2, kOwner);
+      step = begin_checkpoint(files, "/root", 2, kOwner);
       files.put(join_path(step.directory, kOwnerFile), text);
     };
     begin_with();
@@ -186,9 +186,9 @@ TEST_F(Owners, ThatWereTakenOverFindOut) {
 }
 
 TEST_F(Owners, WithoutAFileAreJudgedByTheirName) {
-  const auto is_dead = [](const StepOwner& process) { return process.pid == 8; };
+  const auto is_dead = [](const SaveOwner& process) { return process.pid == 8; };
   for (const auto& [owner_of, stays_here, stays_on_network] :
-       std::vector<std::tuple<StepOwner, bool, bool>>{
+       std::vector<std::tuple<SaveOwner, bool, bool>>{
            {kOwner, true, true},
            {{kOwner.host, 8, 11}, false, false},
            {{"of.no.boot_id", 8, 11}, false, true},
@@ -198,7 +198,7 @@ TEST_F(Owners, WithoutAFileAreJudgedByTheirName) {
       MemoryFileSystem other;
       if (is_network) other.be_on_a_network();
       other.make_directory("/root");
-      const StepInFlight left = begin_step(other, "/root", 2, owner_of);
+      const CheckpointInFlight left = begin_checkpoint(other, "/root", 2, owner_of);
       remove_leftovers(other, {.root = "/root", .owner = kOwner}, is_dead);
       EXPECT_EQ(other.exists(left.directory), is_network ? stays_on_network : stays_here)
           << owner_of.host << owner_of.pid << is_network;
@@ -210,7 +210,7 @@ TEST_F(Owners, ANewLatestIsLeftOverAfterTenMinutes) {
   files.put("/root/.latest-2-host.boot_a.9-7-13-0", "step-2");
   const auto leftovers = [&] {
     EXPECT_EQ(remove_leftovers(files, {.root = "/root", .owner = kOwner},
-                               [](const StepOwner&) { return false; }),
+                               [](const SaveOwner&) { return false; }),
               Names{});
     return files.list("/root").size();
   };
@@ -265,11 +265,11 @@ class Conversions : public testing::Test {
  protected:
   using Journal = std::unique_ptr<ConversionJournal>;
 
-  static ConversionJournal::Inputs inputs(const StepOwner& process, bool adopts = false) {
+  static ConversionJournal::Inputs inputs(const SaveOwner& process, bool adopts = false) {
     return {digest_of("inputs"), process, never_asked, false, adopts};
   }
   // A conversion that `process` begins, or the text of its CONFLICT, which changes nothing.
-  Journal begin(const StepOwner& process, bool adopts = false) {
+  Journal begin(const SaveOwner& process, bool adopts = false) {
     const Names before = around();
     try {
       return std::make_unique<ConversionJournal>(files, "/a/out", inputs(process, adopts));
@@ -286,7 +286,7 @@ class Conversions : public testing::Test {
     journal.add({name, name.size(), 1, std::vector<TensorLoss>{}});
   }
   // A conversion that is killed after its first file.
-  void begin_and_kill(const StepOwner& process) {
+  void begin_and_kill(const SaveOwner& process) {
     Journal killed = begin(process);
     if (killed->finished("first", 5) == nullptr) finish_file(*killed, "first");
     const std::string record = files.get("/a/.out.owner");
@@ -364,10 +364,10 @@ TEST_F(Conversions, OfVersion01GoOn) {
   std::string journal = files.get("/a/.out.journal");
   const size_t at = journal.find("\"uuid\"");
   journal.erase(at, journal.find("\"inputs\"") - at);
-  const auto is_refused = [&](const StepOwner& process, bool is_dead, bool adopts) {
+  const auto is_refused = [&](const SaveOwner& process, bool is_dead, bool adopts) {
     files.put("/a/.out.journal", journal);
     ConversionJournal::Inputs journal_inputs = inputs(process, adopts);
-    journal_inputs.is_dead = [is_dead](const StepOwner& owner) {
+    journal_inputs.is_dead = [is_dead](const SaveOwner& owner) {
       return is_dead && owner.pid == 7;
     };
     return category_of([&] {
@@ -390,7 +390,7 @@ TEST_F(Conversions, OfVersion01GoOn) {
 // of them gets the output, and its files stay.
 TEST_F(Conversions, ThatBeginTogetherHaveOneOwner) {
   int64_t calls = 1;
-  const auto begin_in = [](FileSystem& in, const StepOwner& process, Journal& journal) {
+  const auto begin_in = [](FileSystem& in, const SaveOwner& process, Journal& journal) {
     return category_of([&] {
       journal = std::make_unique<ConversionJournal>(in, "/a/out", inputs(process));
       write_durably(in, join_path(journal->directory(), "file"), "x");

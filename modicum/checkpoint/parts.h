@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/json/json.h"
 
 namespace modicum {
@@ -41,7 +41,7 @@ Header read_header(File& file, uint32_t file_index);
 // Whether a directory has an entry of this name. Unlike with `exists`, a dangling link counts.
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name);
 
-// Names under a root; see step.h.
+// Names under a root; see run.h.
 constexpr std::string_view kPartialPrefix = ".partial-";
 constexpr std::string_view kTrashPrefix = ".trash-";
 constexpr std::string_view kLatestPrefix = ".latest-";
@@ -50,7 +50,7 @@ std::string step_name(int64_t step);
 std::string make_uuid();  // 128 random bits, as 32 hex digits
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
 // name.
-std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
+std::optional<SaveOwner> owner_in(std::string_view name, std::string_view prefix);
 // The numbers of the names step-N in a root, the highest first.
 std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 // Removes the directory `name` of `root`. Renames it first, so that a partly removed checkpoint is
@@ -66,12 +66,12 @@ std::string defining_file(FileSystem& files, const std::string& directory);
 
 // The record of a saved checkpoint for a checkpoint in it: the model, or the
 // optimizer's state.
-class RecordOfStep {
+class RecordComparison {
  public:
   // Compares the headers and texts of the checkpoint, extra files excluded, with its record. `path`
   // is as for open_checkpoint; nothing is compared if it has no record. Throws INTEGRITY and the
-  // errors of open_step.
-  RecordOfStep(FileSystem& files, const std::string& path);
+  // errors of open_run_checkpoint.
+  RecordComparison(FileSystem& files, const std::string& path);
   // Sets Manifest::recorded, unless none of the files is in the record. Throws INTEGRITY if a
   // tensor is not in the record, or with another dtype or shape.
   void add_to(Manifest& manifest) const;
@@ -79,7 +79,7 @@ class RecordOfStep {
  private:
   bool lists(const std::string& name) const;
 
-  StepRecord record_;
+  CheckpointRecord record_;
   std::string prefix_;  // of the files in the saved checkpoint: "" or "optimizer/"
 };
 

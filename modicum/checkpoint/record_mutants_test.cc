@@ -17,10 +17,11 @@
 namespace modicum {
 namespace {
 
-const StepOwner kSomebody{"host", 7, 11};
+const SaveOwner kSomebody{"host", 7, 11};
 
-StepRecord record_of_a_step() {
-  StepRecord record{.step = 3, .uuid = std::string(32, 'a'), .world_size = 2, .tool = "modicum"};
+CheckpointRecord record_of_a_checkpoint() {
+  CheckpointRecord record{
+      .step = 3, .uuid = std::string(32, 'a'), .world_size = 2, .tool = "modicum"};
   record.files = {{"model.safetensors", 5, 3, digest_of("abc")},
                   {"optimizer/state.json", 4, 4, digest_of("abcd")}};
   record.tensors = {{{"w", Role::param, DType::bf16, {1024, 4096}}, {1, 2}, {3, 4}},
@@ -98,7 +99,7 @@ void expect_typed_mutants(const std::string& good, int mutants,
 }
 
 void read_manifest(const std::string& text) {
-  const StepRecord record = parse_record(text);
+  const CheckpointRecord record = parse_record(text);
   EXPECT_EQ(parse_record(record_json(record)), record);
 }
 
@@ -114,7 +115,7 @@ void read_journal(const std::string& text) {
   Hasher hasher;
   hasher.add("inputs");
   ConversionJournal journal(files, "/out",
-                            {hasher.digest(), kSomebody, [](const StepOwner&) { return true; }});
+                            {hasher.digest(), kSomebody, [](const SaveOwner&) { return true; }});
   const ConvertedFile* const file = journal.finished("a", 4);
   EXPECT_TRUE(file == nullptr || file->bytes == 4);
   journal.recorded();
@@ -125,7 +126,7 @@ std::string journal_text() {
   Hasher hasher;
   hasher.add("inputs");
   ConversionJournal journal(files, "/out",
-                            {hasher.digest(), kSomebody, [](const StepOwner&) { return true; }});
+                            {hasher.digest(), kSomebody, [](const SaveOwner&) { return true; }});
   files.put("/.out.partial/a", "four");
   journal.add({"a", 4, 7, std::vector<TensorLoss>{{"w", "f", {3, 4, 5, -6.5, 7}}}});
   return files.get("/.out.journal");
@@ -133,17 +134,17 @@ std::string journal_text() {
 
 TEST(RecordMutants, OfCommit) {
   MemoryFileSystem files;
-  StepInFlight step = begin_step(files, "/root", 3, kSomebody);
-  publish_step(files, step, {.step = 3, .uuid = step.uuid, .tool = "modicum"});
+  CheckpointInFlight step = begin_checkpoint(files, "/root", 3, kSomebody);
+  publish_checkpoint(files, step, {.step = 3, .uuid = step.uuid, .tool = "modicum"});
   const std::string path = "/root/step-3/COMMIT";
   expect_typed_mutants(files.get(path), 20'000, [&](const std::string& text) {
     files.put(path, text);
-    EXPECT_EQ(open_step(files, "/root/step-3").record.uuid, step.uuid);
+    EXPECT_EQ(open_run_checkpoint(files, "/root/step-3").record.uuid, step.uuid);
   });
 }
 
 TEST(RecordMutants, OfManifest) {
-  expect_typed_mutants(record_json(record_of_a_step()), 40'000, read_manifest);
+  expect_typed_mutants(record_json(record_of_a_checkpoint()), 40'000, read_manifest);
 }
 
 TEST(RecordMutants, OfState) {

@@ -40,11 +40,11 @@ void require_version(int64_t version, int64_t known, const std::string& file) {
         .got = fmt::format("version {}", version)});
 }
 
-void owner_members(JsonWriter& out, const StepOwner& owner) {
+void owner_members(JsonWriter& out, const SaveOwner& owner) {
   out.member("host", owner.host).member("pid", owner.pid).member("started", owner.started);
 }
 
-void read_owner_member(std::string_view key, JsonValue& member, StepOwner& owner) {
+void read_owner_member(std::string_view key, JsonValue& member, SaveOwner& owner) {
   if (key == "host") owner.host = member.string();
   if (key == "pid") owner.pid = member.integer();
   if (key == "started") owner.started = static_cast<uint64_t>(member.integer());

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/json/json.h"
 
 namespace modicum {
@@ -31,9 +31,9 @@ std::vector<uint64_t> sums_value(JsonValue& value, std::string_view file);
 // the first member that is read: the others of a later version may have any form.
 void require_version(int64_t version, int64_t known, const std::string& file);
 
-// Writes the fields of a StepOwner as members of the current object.
-void owner_members(JsonWriter& out, const StepOwner& owner);
-// Stores the member in `owner` if `key` names a field of StepOwner; else does nothing.
-void read_owner_member(std::string_view key, JsonValue& member, StepOwner& owner);
+// Writes the fields of a SaveOwner as members of the current object.
+void owner_members(JsonWriter& out, const SaveOwner& owner);
+// Stores the member in `owner` if `key` names a field of SaveOwner; else does nothing.
+void read_owner_member(std::string_view key, JsonValue& member, SaveOwner& owner);
 
 }  // namespace modicum

@@ -21,8 +21,8 @@ bool is_extra(std::string_view name) {
 }
 
 // Adds the recorded sums of a stored tensor.
-void add_recorded(const StoredTensor& stored, const StepTensor* recorded, const std::string& file,
-                  Manifest& manifest) {
+void add_recorded(const StoredTensor& stored, const CheckpointTensor* recorded,
+                  const std::string& file, Manifest& manifest) {
   const TensorSpec& spec = stored.spec;
   if (recorded == nullptr) {
     fail(Category::integrity, "the checkpoint's record does not list this tensor",
@@ -50,37 +50,37 @@ void add_recorded(const StoredTensor& stored, const StepTensor* recorded, const 
 
 }  // namespace
 
-RecordOfStep::RecordOfStep(FileSystem& files, const std::string& path) {
+RecordComparison::RecordComparison(FileSystem& files, const std::string& path) {
   std::string directory = path;
   if (!files.is_directory(directory)) {
     if (!files.exists(directory)) return;
     directory = parent_path(directory);
   }
-  std::string step = directory;
-  if (!is_committed(files, step)) {
+  std::string root = directory;
+  if (!is_committed(files, root)) {
     if (base_name(directory) != kStateDirectory) return;
-    step = parent_path(directory);
-    if (!is_committed(files, step)) return;
+    root = parent_path(directory);
+    if (!is_committed(files, root)) return;
     prefix_ = kStateFolder;
   }
-  record_ = open_step(files, step).record;
-  for (const StepFile& file : record_.files) {
-    if (!is_extra(file.name)) check_digest(files, step, file);
+  record_ = open_run_checkpoint(files, root).record;
+  for (const CheckpointFile& file : record_.files) {
+    if (!is_extra(file.name)) check_digest(files, root, file);
   }
 }
 
-bool RecordOfStep::lists(const std::string& name) const {
+bool RecordComparison::lists(const std::string& name) const {
   return std::any_of(record_.files.begin(), record_.files.end(),
-                     [&](const StepFile& file) { return file.name == name; });
+                     [&](const CheckpointFile& file) { return file.name == name; });
 }
 
-void RecordOfStep::add_to(Manifest& manifest) const {
+void RecordComparison::add_to(Manifest& manifest) const {
   const auto name_of = [&](const DataFile& file) { return prefix_ + file.name; };
   const bool is_listed = std::any_of(manifest.files.begin(), manifest.files.end(),
                                      [&](const DataFile& file) { return lists(name_of(file)); });
   if (!is_listed) return;  // no record, or a file that another program has added
-  std::map<std::string_view, const StepTensor*> recorded;
-  for (const StepTensor& tensor : prefix_.empty() ? record_.tensors : record_.state) {
+  std::map<std::string_view, const CheckpointTensor*> recorded;
+  for (const CheckpointTensor& tensor : prefix_.empty() ? record_.tensors : record_.state) {
     recorded[tensor.spec.fqn] = &tensor;
     if (tensor.checksums.size() == tensor.chunks.size()) continue;
     manifest.recorded_kind = ChunkSumKind::digest;

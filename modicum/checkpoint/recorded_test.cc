@@ -25,14 +25,14 @@ std::string text_of_file(FileSystem& files, const std::string& path) {
 // A checkpoint with a model, a config and an optimizer's state. The values are zeros; the digests
 // are numbers from 100 on, since opening does not read values. The checksums, if any, are numbers
 // from 200 on.
-void put_step(FileSystem& files, bool has_checksums = false) {
+void put_checkpoint(FileSystem& files, bool has_checksums = false) {
   files.make_directory("/root");
-  const StepInFlight step = begin_step(files, "/root", 3, {"host", 1, 2});
+  const CheckpointInFlight step = begin_checkpoint(files, "/root", 3, {"host", 1, 2});
   files.make_directory(join_path(step.directory, kStateDirectory));
-  StepRecord record{.step = 3, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
+  CheckpointRecord record{.step = 3, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
   uint64_t digest = 100;
   const auto add = [&](const std::string& folder, const std::vector<TensorSpec>& specs,
-                       std::vector<StepTensor>& tensors) {
+                       std::vector<CheckpointTensor>& tensors) {
     const Manifest manifest = output_manifest({specs});
     const std::string name = folder + manifest.files[0].name;
     SafetensorsWriter(files, join_path(step.directory, name), specs, {{"format", "pt"}}).finish();
@@ -40,7 +40,7 @@ void put_step(FileSystem& files, bool has_checksums = false) {
     record.files.push_back(
         {name, manifest.files[0].identity.size_bytes, header.size(), digest_of(header)});
     for (const StoredTensor& stored : manifest.tensors) {
-      StepTensor& tensor = tensors.emplace_back(StepTensor{stored.spec, {}, {}});
+      CheckpointTensor& tensor = tensors.emplace_back(CheckpointTensor{stored.spec, {}, {}});
       while (tensor.chunks.size() < digest_chunks_of(stored)) {
         if (has_checksums) tensor.checksums.push_back(digest + 100);
         tensor.chunks.push_back(digest++);
@@ -52,7 +52,7 @@ void put_step(FileSystem& files, bool has_checksums = false) {
   add(kStateFolder, {{"w.exp_avg", Role::param, DType::f32, {4}}}, record.state);
   put(files, join_path(step.directory, "config.json"), "{}");
   record.files.push_back({"config.json", 2, 2, digest_of("{}")});
-  publish_step(files, step, record);
+  publish_checkpoint(files, step, record);
 }
 
 std::optional<Error> opening(FileSystem& files, const std::string& path) {
@@ -64,9 +64,9 @@ std::optional<Error> opening(FileSystem& files, const std::string& path) {
   return std::nullopt;
 }
 
-TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
+TEST(RecordComparison, GivesTheDigestsOfModelAndState) {
   MemoryFileSystem files;
-  put_step(files);
+  put_checkpoint(files);
   const Manifest model = open_checkpoint(files, kStep).manifest;
   std::vector<uint64_t> expected;
   for (const StoredTensor& stored : model.tensors) {
@@ -85,9 +85,9 @@ TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
 }
 
 // Catches: a text that is not read is not compared.
-TEST(RecordOfStep, GivesChecksumsIfEveryTensorHasThem) {
+TEST(RecordComparison, GivesChecksumsIfEveryTensorHasThem) {
   MemoryFileSystem files;
-  put_step(files, true);
+  put_checkpoint(files, true);
   const auto sums_of = [&](const std::string& path) {
     Manifest manifest = open_checkpoint(files, path).manifest;
     std::sort(manifest.recorded.begin(), manifest.recorded.end());
@@ -95,7 +95,7 @@ TEST(RecordOfStep, GivesChecksumsIfEveryTensorHasThem) {
   };
   using Sums = std::vector<uint64_t>;
   EXPECT_EQ(sums_of(kStep), std::pair(ChunkSumKind::checksum, Sums{200, 201, 202}));
-  StepRecord record = open_step(files, kStep).record;
+  CheckpointRecord record = open_run_checkpoint(files, kStep).record;
   record.tensors.front().checksums.clear();
   for (const char* name : {"COMMIT", "manifest.json"}) files.remove(join_path(kStep, name));
   commit_in_place(files, kStep, record);
@@ -103,11 +103,11 @@ TEST(RecordOfStep, GivesChecksumsIfEveryTensorHasThem) {
   EXPECT_EQ(sums_of("/root/step-3/optimizer"), std::pair(ChunkSumKind::checksum, Sums{203}));
 }
 
-TEST(RecordOfStep, ChangedHeadersAndTextsAreFoundByModelAndState) {
+TEST(RecordComparison, ChangedHeadersAndTextsAreFoundByModelAndState) {
   for (const std::string name :
        {"config.json", "model.safetensors", "manifest.json", "optimizer/model.safetensors"}) {
     MemoryFileSystem files;
-    put_step(files);
+    put_checkpoint(files);
     const std::string path = join_path(kStep, name);
     std::string text = text_of_file(files, path);
     const size_t at = name.ends_with("json") ? 0 : text.find("dtype");
@@ -124,9 +124,9 @@ TEST(RecordOfStep, ChangedHeadersAndTextsAreFoundByModelAndState) {
   }
 }
 
-TEST(RecordOfStep, AMissingFileIsNamed) {
+TEST(RecordComparison, AMissingFileIsNamed) {
   MemoryFileSystem files;
-  put_step(files);
+  put_checkpoint(files);
   files.remove(join_path(kStep, "model.safetensors"));
   const auto error = opening(files, kStep);
   ASSERT_TRUE(error);
@@ -134,21 +134,21 @@ TEST(RecordOfStep, AMissingFileIsNamed) {
   EXPECT_EQ(error->facts().file, "model.safetensors");
 }
 
-TEST(RecordOfStep, AFileOfAnotherProgramHasNoDigests) {
+TEST(RecordComparison, AFileOfAnotherProgramHasNoDigests) {
   MemoryFileSystem files;
-  put_step(files);
+  put_checkpoint(files);
   const std::string other = join_path(kStep, "other.safetensors");
   SafetensorsWriter(files, other, std::vector<TensorSpec>{{"w", Role::param, DType::f32, {2}}})
       .finish();
   EXPECT_TRUE(open_checkpoint(files, other).manifest.recorded.empty());
 }
 
-TEST(RecordOfStep, ARecordOfOtherTensorsIsRefused) {
+TEST(RecordComparison, ARecordOfOtherTensorsIsRefused) {
   for (const char* what : {"dtype", "digests", "checksums", "name"}) {
     MemoryFileSystem files;
-    put_step(files);
-    StepRecord record = open_step(files, kStep).record;
-    StepTensor& tensor = record.tensors.front();
+    put_checkpoint(files);
+    CheckpointRecord record = open_run_checkpoint(files, kStep).record;
+    CheckpointTensor& tensor = record.tensors.front();
     if (what == std::string("dtype")) tensor.spec.dtype = DType::f16;
     if (what == std::string("digests")) tensor.chunks.push_back(1);
     if (what == std::string("checksums")) tensor.checksums.assign(9, 1);

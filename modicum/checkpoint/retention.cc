@@ -4,7 +4,7 @@
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/owner.h"
 #include "modicum/checkpoint/parts.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 
 namespace modicum {
 
@@ -24,65 +24,70 @@ namespace {
 
 // Removes a name of the checkpoint's root if the save's user owns it. Returns why it stays; empty
 // if it is removed, be it by another process.
-std::string remove_owned(FileSystem& files, const StepInFlight& step, const std::string& name,
+std::string remove_owned(FileSystem& files, const CheckpointInFlight& in_flight,
+                         const std::string& name,
                          FunctionRef<std::string(const DirectoryEntry&)> removal) {
-  const std::string path = join_path(step.root, name);
+  const std::string path = join_path(in_flight.root, name);
   try {
     const std::optional<DirectoryEntry> entry = files.entry(path);
     if (!entry) return {};
-    if (entry->owner != step.user) return fmt::format("user {} owns it", entry->owner);
+    if (entry->owner != in_flight.user) return fmt::format("user {} owns it", entry->owner);
     return removal(*entry);
   } catch (const Error& error) {
-    if (!is_listed(files, step.root, name)) return {};
+    if (!is_listed(files, in_flight.root, name)) return {};
     return error.what();
   }
 }
 
-// Removes a checkpoint that was committed with this uuid when `step` began. If it has been replaced
-// since, its own save decides.
-std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name,
-                        const std::string& uuid) {
-  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) -> std::string {
-    if (committed_uuid(files, join_path(step.root, name)) != uuid) return {};
-    if (!entry.is_link) return remove_by_trash(files, step.root, name);
+// Removes a checkpoint that was committed with this uuid when `in_flight` began. If it has been
+// replaced since, its own save decides.
+std::string remove_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight,
+                              const std::string& name, const std::string& uuid) {
+  return remove_owned(files, in_flight, name, [&](const DirectoryEntry& entry) -> std::string {
+    if (committed_uuid(files, join_path(in_flight.root, name)) != uuid) return {};
+    if (!entry.is_link) return remove_by_trash(files, in_flight.root, name);
     // A link to a checkpoint elsewhere: removing it is one call, and its target stays.
-    files.remove(join_path(step.root, name));
+    files.remove(join_path(in_flight.root, name));
     return {};
   });
 }
 
-std::string remove_leftover(FileSystem& files, const StepInFlight& step, const std::string& name) {
-  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) -> std::string {
+std::string remove_leftover(FileSystem& files, const CheckpointInFlight& in_flight,
+                            const std::string& name) {
+  return remove_owned(files, in_flight, name, [&](const DirectoryEntry& entry) -> std::string {
     // No save makes one: somebody else did.
     if (entry.is_link) fail(Category::conflict, "a symbolic link", {.file = name});
-    if (name.starts_with(kPartialPrefix)) return remove_by_trash(files, step.root, name);
-    files.remove_tree(join_path(step.root, name));
+    if (name.starts_with(kPartialPrefix)) return remove_by_trash(files, in_flight.root, name);
+    files.remove_tree(join_path(in_flight.root, name));
     return {};
   });
 }
 
 }  // namespace
 
-std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep) {
+std::optional<std::string> keep_newest(FileSystem& files, const CheckpointInFlight& in_flight,
+                                       size_t keep) {
   std::string left;
   try {
     size_t kept = 1;
-    for (const int64_t number : step_numbers(files, step.root)) {
-      if (number == step.step) continue;
+    for (const int64_t number : step_numbers(files, in_flight.root)) {
+      if (number == in_flight.step) continue;
       if (kept < keep) {
-        const auto examined = examine_step(files, step.root, number);
-        if (examined && std::holds_alternative<FoundStep>(*examined)) ++kept;
+        const auto examined = examine_checkpoint(files, in_flight.root, number);
+        if (examined && std::holds_alternative<RunCheckpoint>(*examined)) ++kept;
         continue;
       }
       // A checkpoint of a save that ran at the same time: its own retention, or a later one,
       // decides.
-      const auto before = step.committed.find(number);
-      if (before == step.committed.end()) continue;
-      if (committed_uuid(files, join_path(step.root, step_name(step.step))) != step.uuid) {
-        left += fmt::format("; {} is no longer the one of this save", step_name(step.step));
+      const auto before = in_flight.committed.find(number);
+      if (before == in_flight.committed.end()) continue;
+      if (committed_uuid(files, join_path(in_flight.root, step_name(in_flight.step))) !=
+          in_flight.uuid) {
+        left += fmt::format("; {} is no longer the one of this save", step_name(in_flight.step));
         break;
       }
-      const std::string why = remove_step(files, step, step_name(number), before->second);
+      const std::string why =
+          remove_checkpoint(files, in_flight, step_name(number), before->second);
       if (!why.empty()) left += fmt::format("; {}: {}", step_name(number), why);
     }
   } catch (const Error& error) {
@@ -97,9 +102,11 @@ namespace {
 // Whether a name in flight is a dead process's.
 class LeftOver {
  public:
-  LeftOver(FileSystem& files, const StepInFlight& step,
-           const std::function<bool(const StepOwner&)>& is_dead)
-      : files_(files), root_(step.root), owners_(files, step.root, step.owner, is_dead) {}
+  LeftOver(FileSystem& files, const CheckpointInFlight& in_flight,
+           const std::function<bool(const SaveOwner&)>& is_dead)
+      : files_(files),
+        root_(in_flight.root),
+        owners_(files, in_flight.root, in_flight.owner, is_dead) {}
 
   bool is_directory_dead(const std::string& name) {
     const auto seen = files_.look_at(join_path(join_path(root_, name), kOwnerFile));
@@ -119,7 +126,7 @@ class LeftOver {
 
  private:
   bool is_name_dead(const std::string& name, std::string_view prefix) {
-    const std::optional<StepOwner> owner = owner_in(name, prefix);
+    const std::optional<SaveOwner> owner = owner_in(name, prefix);
     return owner && owners_.of_name(*owner) == Life::dead;
   }
 
@@ -130,20 +137,20 @@ class LeftOver {
 
 }  // namespace
 
-std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
-                                          const std::function<bool(const StepOwner&)>& is_dead) {
+std::vector<std::string> remove_leftovers(FileSystem& files, const CheckpointInFlight& in_flight,
+                                          const std::function<bool(const SaveOwner&)>& is_dead) {
   std::vector<std::string> warnings;
   try {
-    LeftOver left(files, step, is_dead);
-    for (const std::string& name : files.list(step.root)) {
-      if (name == base_name(step.directory)) continue;
+    LeftOver left(files, in_flight, is_dead);
+    for (const std::string& name : files.list(in_flight.root)) {
+      if (name == base_name(in_flight.directory)) continue;
       const bool is_in_flight = name.starts_with(kPartialPrefix);
       const bool is_new_latest = name.starts_with(kLatestPrefix);
       if (!is_in_flight && !is_new_latest && !name.starts_with(kTrashPrefix)) continue;
       if (is_in_flight && !left.is_directory_dead(name)) {
         warnings.push_back(fmt::format("{} of another save is left over or in flight", name));
       } else if (!is_new_latest || left.is_latest_dead(name)) {
-        const std::string why = remove_leftover(files, step, name);
+        const std::string why = remove_leftover(files, in_flight, name);
         if (!why.empty()) warnings.push_back(fmt::format("{} was not removed: {}", name, why));
       }
     }

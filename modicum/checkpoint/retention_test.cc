@@ -9,15 +9,15 @@
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/conversion.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
 
-const StepOwner kOwner{"host", 7, 11};
+const SaveOwner kOwner{"host", 7, 11};
 
-bool is_dead(const StepOwner&) { return true; }
+bool is_dead(const SaveOwner&) { return true; }
 
 class RemovalBelow : public testing::Test {
  protected:
@@ -28,9 +28,9 @@ class RemovalBelow : public testing::Test {
   }
   ~RemovalBelow() override { EXPECT_TRUE(files.exists(outside + "/thesis")); }
 
-  StepInFlight save(int64_t number) {
-    StepInFlight step = begin_step(files, root, number, kOwner, true);
-    publish_step(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
+  CheckpointInFlight save(int64_t number) {
+    CheckpointInFlight step = begin_checkpoint(files, root, number, kOwner, true);
+    publish_checkpoint(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
     return step;
   }
   void link(const std::string& name) { std::filesystem::create_directory_symlink(outside, name); }
@@ -67,7 +67,7 @@ TEST_F(RemovalBelow, OfAStepThatIsALinkTheLinkIsRemoved) {
   std::filesystem::create_directory_symlink(outside + "/step-1", root + "/step-1");
   EXPECT_EQ(keep_newest(files, save(2), 1), std::nullopt);
   EXPECT_EQ(names(), (Names{"latest", "step-2"}));
-  EXPECT_EQ(open_step(files, outside + "/step-1").step, 1);
+  EXPECT_EQ(open_run_checkpoint(files, outside + "/step-1").step, 1);
 }
 
 TEST_F(RemovalBelow, LeftoversThatAreLinksStayWithAWarning) {
@@ -88,7 +88,7 @@ TEST_F(RemovalBelow, WhatAnotherUserOwnsStaysWithAWarning) {
   give_away(root + "/step-2");
   files.make_directory(root + "/.trash-x");
   give_away(root + "/.trash-x");
-  const StepInFlight step = save(3);
+  const CheckpointInFlight step = save(3);
   EXPECT_EQ(remove_leftovers(files, step, is_dead),
             (Names{".trash-x was not removed: user 12345 owns it"}));
   EXPECT_EQ(keep_newest(files, step, 1),
@@ -98,11 +98,11 @@ TEST_F(RemovalBelow, WhatAnotherUserOwnsStaysWithAWarning) {
 
 TEST_F(RemovalBelow, ADirectoryOfAStepThatIsALinkIsRefused) {
   link(root + "/optimizer");
-  EXPECT_THROW(begin_step_in(files, root, 1, kOwner), Error);
+  EXPECT_THROW(begin_checkpoint_in(files, root, 1, kOwner), Error);
   files.remove(root + "/optimizer");
-  const StepInFlight step = begin_step_in(files, root, 1, kOwner);
+  const CheckpointInFlight step = begin_checkpoint_in(files, root, 1, kOwner);
   link(root + "/extra");
-  EXPECT_THROW(publish_step(files, step, {.step = 1, .uuid = step.uuid}), Error);
+  EXPECT_THROW(publish_checkpoint(files, step, {.step = 1, .uuid = step.uuid}), Error);
 }
 
 TEST_F(RemovalBelow, AConversionRefusesLinksInPlaceOfItsFiles) {

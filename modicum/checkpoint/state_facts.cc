@@ -3,7 +3,7 @@
 #include <charconv>
 
 #include "modicum/checkpoint/record_text.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/json/json.h"
 
 namespace modicum {

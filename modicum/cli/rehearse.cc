@@ -79,9 +79,9 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings
         run.options.save = save_footprint_of(run, form, &*state);
       });
   state.reset();
-  report.add_resumed(resume_step(at, flags.common, resumed_flags(flags),
-                                 open_step(at.files, report.saved->path),
-                                 {.steps = 1, .max_norm = flags.clip}));
+  report.add_resumed(resume_checkpoint(at, flags.common, resumed_flags(flags),
+                                       open_run_checkpoint(at.files, report.saved->path),
+                                       {.steps = 1, .max_norm = flags.clip}));
   return report;
 }
 

@@ -13,19 +13,19 @@ namespace {
 
 // The path of the recipe with which the state was saved; empty if the parameters are the stored
 // tensors.
-std::string recipe_of_state(const FoundStep& step) {
+std::string recipe_of_state(const RunCheckpoint& found) {
   const std::string name = join_path(kStateDirectory, kStateRecipeFile);
-  for (const StepFile& file : step.record.files) {
-    if (file.name == name) return join_path(step.path, name);
+  for (const CheckpointFile& file : found.record.files) {
+    if (file.name == name) return join_path(found.path, name);
   }
   return "";
 }
 
 // Resumes from a checkpoint and describes it in the report.
 LoadReport resume_from(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
-                       FoundStep step, const ResumeSteps& then) {
-  ResumedStep resumed{step.step, step.path, {}};
-  LoadReport report = resume_step(at, common, flags, std::move(step), then);
+                       RunCheckpoint found, const ResumeSteps& then) {
+  ResumedCheckpoint resumed{found.step, found.path, {}};
+  LoadReport report = resume_checkpoint(at, common, flags, std::move(found), then);
   report.resumed = std::move(resumed);
   return report;
 }
@@ -35,15 +35,15 @@ LoadReport resume_from(const Surroundings& at, const CommonFlags& common, const 
 // process removes the checkpoint meanwhile, chooses once more.
 LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
                          const ResumeSteps& then) {
-  std::vector<SkippedStep> skipped;
+  std::vector<SkippedCheckpoint> skipped;
   for (bool is_again = false;;) {
-    FoundStep step = newest_step(at.files, flags.directory, skipped);
-    const int64_t number = step.step;
-    const std::string path = step.path;
+    RunCheckpoint found = newest_checkpoint(at.files, flags.directory, skipped);
+    const int64_t number = found.step;
+    const std::string path = found.path;
     try {
-      LoadReport report = resume_from(at, common, flags, std::move(step), then);
-      for (const SkippedStep& skipped_step : skipped)
-        report.resumed->skipped.push_back({skipped_step.step, skipped_step.reason});
+      LoadReport report = resume_from(at, common, flags, std::move(found), then);
+      for (const SkippedCheckpoint& skipped_checkpoint : skipped)
+        report.resumed->skipped.push_back({skipped_checkpoint.step, skipped_checkpoint.reason});
       return report;
     } catch (const Error& error) {
       const bool is_bad = is_damage(error.category());
@@ -60,35 +60,34 @@ LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, cons
 
 }  // namespace
 
-void take_state(const Surroundings& at, const FoundStep& step, RunFlags& flags,
+void take_state(const Surroundings& at, const RunCheckpoint& found, RunFlags& flags,
                 std::optional<ResumeState>& state) {
-  state.emplace(at.files, step);
+  state.emplace(at.files, found);
   if (flags.optimizer.empty()) {
     flags.optimizer = fmt::format("adamw:{}", row_of(state->facts.format).name);
   }
   flags.without_state = state->facts.without_state;
-  if (flags.recipe.empty()) flags.recipe = recipe_of_state(step);
+  if (flags.recipe.empty()) flags.recipe = recipe_of_state(found);
 }
 
-LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFlags flags,
-                       FoundStep found, const ResumeSteps& then) {
+LoadReport resume_checkpoint(const Surroundings& at, const CommonFlags& common, RunFlags flags,
+                             RunCheckpoint found, const ResumeSteps& then) {
   if (then.steps > 0 && flags.optimizer == "none") {
     fail(Category::usage, "--steps needs an optimizer",
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
   const bool has_state = !found.record.state.empty();
   found.record.tensors = found.record.state = {};  // opened again with the files
-  const FoundStep& step = found;
-  flags.directory = step.path;
+  flags.directory = found.path;
   std::optional<ResumeState> state;
   if (has_state && flags.optimizer != "none") {
-    take_state(at, step, flags, state);
+    take_state(at, found, flags, state);
   } else if (flags.optimizer.empty()) {
     flags.optimizer = "none";
   }
   if (!state && (then.steps > 0 || flags.optimizer != "none")) {
     fail(Category::mismatch, "the checkpoint has no optimizer state",
-         {.file = base_name(step.path)});
+         {.file = base_name(found.path)});
   }
   return within_budget(
       at, common, flags,
@@ -119,11 +118,11 @@ int run_resume(const Args& args, const Surroundings& at) {
   add_common_flags(app, common, {.staging = &run.staging});
   add_rare_run_flags(app, run, common);
   if (const auto done = parse(app, args, at)) return *done;
-  const bool is_step = at.files.exists(join_path(run.directory, "COMMIT"));
+  const bool is_single = at.files.exists(join_path(run.directory, "COMMIT"));
   const ResumeSteps then{.steps = steps};
   const LoadReport report =
-      is_step ? resume_from(at, common, run, check_step(at.files, run.directory), then)
-              : resume_newest(at, common, run, then);
+      is_single ? resume_from(at, common, run, check_run_checkpoint(at.files, run.directory), then)
+                : resume_newest(at, common, run, then);
   print_result(
       common, at, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;

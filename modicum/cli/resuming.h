@@ -15,13 +15,13 @@ struct ResumeSteps {
 };
 // Opens the state of a checkpoint, which has one, and completes the flags of a run that goes on
 // from it: an empty `flags.optimizer` means the saved format. Throws the errors of ResumeState.
-void take_state(const Surroundings& at, const FoundStep& step, RunFlags& flags,
+void take_state(const Surroundings& at, const RunCheckpoint& step, RunFlags& flags,
                 std::optional<ResumeState>& state);
 // Loads a checkpoint and its optimizer's state, then makes optimizer steps. Uses the checkpoint's
 // directory instead of `flags.directory`; an empty `flags.optimizer` means the saved one. Throws
 // MISMATCH or UNSUPPORTED if the state does not fit the flags, USAGE for checkpoints with
 // --optimizer none, and BUDGET if the plan does not fit the budget.
-LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFlags flags,
-                       FoundStep step, const ResumeSteps& then);
+LoadReport resume_checkpoint(const Surroundings& at, const CommonFlags& common, RunFlags flags,
+                             RunCheckpoint step, const ResumeSteps& then);
 
 }  // namespace modicum

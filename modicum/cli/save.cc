@@ -68,14 +68,14 @@ void add_save_flags(CLI::App& app, SaveFlags& flags) {
 bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
                 std::optional<ResumeState>& from) {
   const std::string& directory = flags.run.directory;
-  if (!is_step(at.files, directory)) return false;
+  if (!is_run_checkpoint(at.files, directory)) return false;
   if (flags.run.optimizer == "none") {
     return at.files.is_directory(join_path(directory, kStateDirectory));
   }
   // The digests are compared when weights and state are opened.
-  const FoundStep step = open_step(at.files, directory);
-  if (step.record.state.empty()) return false;
-  take_state(at, step, flags.run, from);
+  const RunCheckpoint found = open_run_checkpoint(at.files, directory);
+  if (found.record.state.empty()) return false;
+  take_state(at, found, flags.run, from);
   const uint64_t seed = from->facts.seed;
   if (has_seed && flags.seed != seed) {
     fail(Category::usage, "--seed: the state of DIR has another one",

@@ -20,7 +20,7 @@ std::vector<std::string> directories_in(FileSystem& files, const std::string& pa
   return names;
 }
 
-bool is_step_name(const std::string& name) { return step_of(name).has_value(); }
+bool is_checkpoint_name(const std::string& name) { return step_of(name).has_value(); }
 bool is_in_flight(const std::string& name) { return name.starts_with(".partial-"); }
 bool is_set_aside(const std::string& name) { return damaged_step_of(name).has_value(); }
 
@@ -36,10 +36,10 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
 // Verifies one checkpoint. Adds its files to the report, or the error if it can't be
 // opened.
 // `prefix` is put before the names of files.
-void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
-              const std::string& prefix) {
+void add_run_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path,
+                        const std::string& prefix) {
   try {
-    const Verification verified = verify_step(files, path, [] {});
+    const Verification verified = verify_checkpoint(files, path, [] {});
     for (const VerifiedFile& file : verified.files) {
       if (file.fault) {
         add_fault(report, prefix + file.name, file.bytes, *file.fault);
@@ -56,10 +56,10 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
 // Adds a checkpoint that a save has set aside, with its first fault.
 void add_damaged(VerifyReport& report, FileSystem& files, const std::string& root,
                  const std::string& name) {
-  DamagedStep damaged{.step = *damaged_step_of(name), .path = join_path(root, name)};
+  DamagedCheckpoint damaged{.step = *damaged_step_of(name), .path = join_path(root, name)};
   try {
     damaged.bytes = bytes_below(files, damaged.path);
-    const Verification verified = verify_step(files, damaged.path, [] {});
+    const Verification verified = verify_checkpoint(files, damaged.path, [] {});
     if (const Error* const fault = verified.first_fault()) damaged.reason = fault->what();
   } catch (const Error& error) {
     damaged.reason = error.what();
@@ -94,17 +94,18 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
   VerifyReport report;
   if (!files.is_directory(path)) {
     add_checkpoint(report, files, path);
-  } else if (is_step(files, path)) {
-    add_step(report, files, path, "");
-  } else if (const auto steps = directories_in(files, path, is_step_name); !steps.empty()) {
-    for (const std::string& name : steps) {
-      add_step(report, files, join_path(path, name), name + "/");
+  } else if (is_run_checkpoint(files, path)) {
+    add_run_checkpoint(report, files, path, "");
+  } else if (const auto names = directories_in(files, path, is_checkpoint_name); !names.empty()) {
+    for (const std::string& name : names) {
+      add_run_checkpoint(report, files, join_path(path, name), name + "/");
     }
     for (const std::string& name : directories_in(files, path, is_set_aside)) {
       add_damaged(report, files, path, name);
     }
   } else if (!directories_in(files, path, is_in_flight).empty()) {
-    add_step(report, files, path, "");  // a save into `path` has not finished: UNCOMMITTED
+    add_run_checkpoint(report, files, path,
+                       "");  // a save into `path` has not finished: UNCOMMITTED
   } else {
     add_checkpoint(report, files, path);
   }

@@ -1,5 +1,5 @@
-// Save and resume: SavePlan, StepSave, the state of AdamW in files. A save has the same threads as
-// a load; see bindings.h.
+// Save and resume: SavePlan, CheckpointSave, the state of AdamW in files. A save has the same
+// threads as a load; see bindings.h.
 #include <fmt/format.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -220,18 +220,19 @@ nb::dict state_facts(const std::string& text) {
                  "without_state"_a = nb::cast(facts.without_state));
 }
 
-// The StepSave of the rank that leads the save. `discard` destroys it.
-struct StepInSave {
+// The CheckpointSave of the rank that leads the save. `discard` destroys it.
+struct CheckpointInSave {
   std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();
   const std::string root;
-  std::optional<StepSave> save;
+  std::optional<CheckpointSave> save;
 
-  StepInSave(const std::string& directory, int64_t step,
-             const std::vector<std::string>& directories, bool inside, std::optional<size_t> keep)
+  CheckpointInSave(const std::string& directory, int64_t step,
+                   const std::vector<std::string>& directories, bool inside,
+                   std::optional<size_t> keep)
       : root(directory) {
     without_the_lock([&] {
       if (inside) {
-        save.emplace(*files, StepSave::StepDirectory{root}, step);
+        save.emplace(*files, CheckpointSave::OuterDirectory{root}, step);
       } else {
         save.emplace(*files, root, step, false, keep);
       }
@@ -241,8 +242,8 @@ struct StepInSave {
     });
   }
 
-  // Returns the StepSave. Throws USAGE after `discard`.
-  StepSave& open() {
+  // Returns the CheckpointSave. Throws USAGE after `discard`.
+  CheckpointSave& open() {
     if (!save) fail(Category::usage, "the checkpoint was discarded");
     return *save;
   }
@@ -250,20 +251,21 @@ struct StepInSave {
 
 using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
-nb::dict publish(StepInSave& step, const MadeSave& python_save, const MadeState* state,
+nb::dict publish(CheckpointInSave& saving, const MadeSave& python_save, const MadeState* state,
                  const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
                  double lock_limit_s) {
-  std::optional<StepSave::SavedState> saved_state;
-  if (state != nullptr) saved_state.emplace(StepSave::SavedState{state->files.manifest(), facts});
+  std::optional<CheckpointSave::SavedState> saved_state;
+  if (state != nullptr)
+    saved_state.emplace(CheckpointSave::SavedState{state->files.manifest(), facts});
   if (other_state != nullptr) {
-    saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
+    saved_state.emplace(CheckpointSave::SavedState{other_state->plan.manifest(), facts});
   }
   PublishOptions options;
   options.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
   for (const auto& [name, text] : more) options.more.push_back({name, text});
-  const SavedStep saved = without_the_lock([&] {
-    return step.open().publish(python_save.loaded->checkpoint(), python_save.plan, saved_state,
-                               options);
+  const SavedCheckpoint saved = without_the_lock([&] {
+    return saving.open().publish(python_save.loaded->checkpoint(), python_save.plan, saved_state,
+                                 options);
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "durable"_a = saved.is_durable,
@@ -376,13 +378,14 @@ Raises:
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "
              "save holds on each rank; `baselines`: bytes of each rank's process before it. Raises "
              "BudgetError if the ranks of a node need more than `budget`.");
-  module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
-             nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
-             "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
-             "Writes one rank's part of the tensors. `place`: (directory, point) of a StepSave. "
-             "`given`: host memory by target. `fetch(target, at, view)` fills `view` with the "
-             "elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see "
-             "Gather.");
+  module.def(
+      "save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
+      nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
+      "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
+      "Writes one rank's part of the tensors. `place`: (directory, point) of a CheckpointSave. "
+      "`given`: host memory by target. `fetch(target, at, view)` fills `view` with the "
+      "elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see "
+      "Gather.");
 }
 
 void define_state_files(nb::module_& module) {
@@ -413,8 +416,9 @@ Args:
              "state_format, seed, steps, steps_of and without_state of a state.json.");
 }
 
-void define_saved_steps(nb::module_& module) {
-  nb::class_<StepInSave>(module, "StepSave", R"(A checkpoint that is written and not published yet.
+void define_saved_checkpoints(nb::module_& module) {
+  nb::class_<CheckpointInSave>(module, "CheckpointSave",
+                               R"(A checkpoint that is written and not published yet.
 
 Only the rank that leads the save has one.
 
@@ -434,11 +438,13 @@ Raises:
            "keep"_a = nb::none())
       .def_prop_ro(
           "directory",
-          [](StepInSave& step) { return join_path(step.root, base_name(step.open().directory())); },
+          [](CheckpointInSave& saving) {
+            return join_path(saving.root, base_name(saving.open().directory()));
+          },
           "The directory to which the ranks write. Each rank resolves the links of its path, once: "
           "files are created only at a path without links.")
       .def_prop_ro(
-          "point", [](StepInSave& step) { return step.open().point(); },
+          "point", [](CheckpointInSave& saving) { return saving.open().point(); },
           "The random number with which the ranks prove that each element was written once; "
           "a part of each rank's `place`.")
       .def(
@@ -451,14 +457,15 @@ Raises:
           "None if a rank has written the file; `lock_limit_s`: how long it waits for another save "
           "that publishes in the same root.")
       .def(
-          "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
+          "discard",
+          [](CheckpointInSave& saving) { without_the_lock([&] { saving.save.reset(); }); },
           "Removes the files, unless the checkpoint was published.");
   module.def(
       "require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a, nb::kw_only(),
       "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(), "facts"_a = "",
       "Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read "
       "again. `texts`: (name, text) of further files; `others`: names of the files that "
-      "ranks write; for the rest see StepSave.publish.");
+      "ranks write; for the rest see CheckpointSave.publish.");
 }
 
 }  // namespace
@@ -468,8 +475,8 @@ void define_save(nb::module_& module) {
   define_save_plan(module);
   define_state_files(module);
   define_snapshot(module);
-  define_saved_steps(module);
-  define_found_steps(module);
+  define_saved_checkpoints(module);
+  define_run_checkpoints(module);
 }
 
 }  // namespace modicum::python

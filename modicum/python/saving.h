@@ -143,6 +143,6 @@ struct MadeState {
 };
 
 void define_snapshot(nb::module_& module);
-void define_found_steps(nb::module_& module);
+void define_run_checkpoints(nb::module_& module);
 
 }  // namespace modicum::python

@@ -50,9 +50,9 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {
   out.end_array();
 }
 
-void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged) {
+void damaged_member(JsonWriter& out, std::span<const DamagedCheckpoint> damaged) {
   out.key("damaged").begin_array();
-  for (const DamagedStep& step : damaged) {
+  for (const DamagedCheckpoint& step : damaged) {
     out.begin_object().member("step", step.step).member("path", step.path);
     out.member("reason", step.reason).member("bytes", step.bytes).end_object();
   }

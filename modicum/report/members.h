@@ -18,7 +18,7 @@ void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
 void error_member(JsonWriter& out, const Error& error);
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
-void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged);
+void damaged_member(JsonWriter& out, std::span<const DamagedCheckpoint> damaged);
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
 // `compared_bytes` and `not_compared`: the values of a checkpoint that were compared with its
 // record.

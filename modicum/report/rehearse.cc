@@ -39,7 +39,7 @@ std::string rehearse_json(const RehearseReport& report) {
   out.member("model_digest", digest_text(report.model_digest));
   out.member("digest_uninterrupted", digest_text(report.state_digest));
   if (report.saved) {
-    const RehearseReport::SavedStepReport& saved = *report.saved;
+    const RehearseReport::SavedCheckpointReport& saved = *report.saved;
     out.member("digest_resumed", digest_text(saved.resumed_digest));
     out.member("resume_ranks", saved.resume_ranks);
     out.key("saved").begin_object().member("step", saved.step).member("path", saved.path);

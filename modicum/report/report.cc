@@ -288,19 +288,19 @@ std::string digest_text(uint64_t digest) { return fmt::format("{:016x}", digest)
 
 namespace {
 
-void resumed_members(JsonWriter& out, const ResumedStep& resumed) {
+void resumed_members(JsonWriter& out, const ResumedCheckpoint& resumed) {
   out.key("resumed").begin_object().member("step", resumed.step).member("path", resumed.path);
   out.end_object().key("skipped").begin_array();
-  for (const ResumedStep::SkippedNewerStep& skipped : resumed.skipped) {
+  for (const ResumedCheckpoint::SkippedCheckpoint& skipped : resumed.skipped) {
     out.begin_object().member("step", skipped.step).member("reason", skipped.reason).end_object();
   }
   out.end_array();
 }
 
-std::string resumed_text(const ResumedStep& resumed) {
+std::string resumed_text(const ResumedCheckpoint& resumed) {
   std::string text =
       fmt::format("resumed from step {} ({})\n", resumed.step, printable(resumed.path));
-  for (const ResumedStep::SkippedNewerStep& skipped : resumed.skipped) {
+  for (const ResumedCheckpoint::SkippedCheckpoint& skipped : resumed.skipped) {
     text += fmt::format("skipped the checkpoint of step {}: {}\n", skipped.step, skipped.reason);
   }
   return text;

@@ -181,14 +181,14 @@ struct RankOutcome : LoadOutcome {
 };
 
 // The saved checkpoint that a resume loaded, and the newer ones that it skipped.
-struct ResumedStep {
-  struct SkippedNewerStep {
+struct ResumedCheckpoint {
+  struct SkippedCheckpoint {
     int64_t step = 0;  // S of ROOT/step-S
     std::string reason;
   };
   int64_t step = 0;
   std::string path;
-  std::vector<SkippedNewerStep> skipped;
+  std::vector<SkippedCheckpoint> skipped;
 };
 
 // A phase of a run, with the memory of the ranks in it.
@@ -209,7 +209,7 @@ struct LoadReport {
   double check_s = 0;
   bool checked = false;
   std::optional<uint64_t> digest;
-  std::optional<ResumedStep> resumed;
+  std::optional<ResumedCheckpoint> resumed;
   std::optional<uint64_t> state_digest;  // of a resumed optimizer state
   std::vector<PhaseReport> phases;       // of a resumed state: `resume`, `step_resumed`
   ComparedValues compared;               // of a checkpoint
@@ -221,7 +221,7 @@ std::string load_text(const LoadReport& report);
 
 // A load and optimizer steps within one budget; optionally a save, and a resume by new ranks.
 struct RehearseReport {
-  struct SavedStepReport {
+  struct SavedCheckpointReport {
     int64_t step = 0;
     std::string path;
     uint64_t written_bytes = 0;
@@ -240,9 +240,9 @@ struct RehearseReport {
   double elapsed_s = 0;
   std::optional<double> grad_norm;  // of the last step; none: not finite
   std::optional<double> max_norm;
-  uint64_t state_digest = 0;             // parameters and moments after the last step
-  uint64_t model_digest = 0;             // parameters after the last step, as `load --digest`
-  std::optional<SavedStepReport> saved;  // if set, both digests are those after one more step
+  uint64_t state_digest = 0;                   // parameters and moments after the last step
+  uint64_t model_digest = 0;                   // parameters after the last step, as `load --digest`
+  std::optional<SavedCheckpointReport> saved;  // if set, both digests are those after one more step
   std::optional<Budget> budget;
 
   // Adds the phases and the digest of a resume. Raises `promised_bytes` where it promises more.
@@ -276,7 +276,7 @@ struct SaveReport {
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
-  std::vector<DamagedStep> damaged;   // a checkpoint of this number that the save has renamed
+  std::vector<DamagedCheckpoint> damaged;  // a checkpoint of this number that the save has renamed
   std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
   std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
   ComparedValues compared;            // if the source is a saved checkpoint
@@ -339,7 +339,7 @@ struct VerifyReport {
   };
   std::vector<File> files;
   uint64_t tensors_checked = 0;
-  std::vector<DamagedStep> damaged;  // renamed by saves; an empty reason: it is intact
+  std::vector<DamagedCheckpoint> damaged;  // renamed by saves; an empty reason: it is intact
   std::vector<std::string> warnings;
   std::optional<Error> fault;  // the first one in `files`
 };

@@ -27,7 +27,7 @@ std::string verify_text(const VerifyReport& report) {
   }
   text += fmt::format("{} file(s), {} tensor(s) checked: {}\n", report.files.size(),
                       report.tensors_checked, report.fault ? "FAILED" : "ok");
-  for (const DamagedStep& step : report.damaged) {
+  for (const DamagedCheckpoint& step : report.damaged) {
     text += fmt::format("{:>12}  {}: a save has set it aside; {}\n", format_size(step.bytes),
                         printable(step.path), step.reason.empty() ? "it is intact" : step.reason);
   }

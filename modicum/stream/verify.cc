@@ -17,21 +17,21 @@ class Verify {
   Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
          const VerifyPart& part)
       : files_(files),
-        step_(open_step(files, path)),
+        checkpoint_(open_run_checkpoint(files, path)),
         poll_(poll),
         part_(part),
         buffer_(ChunkSums::kChunkBytes) {}
 
   Verification run() {
-    for (const StepFile& file : step_.record.files) {
+    for (const CheckpointFile& file : checkpoint_.record.files) {
       out_.files.push_back({file.name, file.bytes, std::nullopt});
       guarded(out_.files.back(), [&] { check_digested(file); });
     }
     if (out_.first_fault() != nullptr) return std::move(out_);
-    check_tensors(step_.path, "", step_.record.tensors);
-    if (!step_.record.state.empty()) {
-      check_tensors(join_path(step_.path, kStateDirectory), std::string(kStateDirectory) + "/",
-                    step_.record.state);
+    check_tensors(checkpoint_.path, "", checkpoint_.record.tensors);
+    if (!checkpoint_.record.state.empty()) {
+      check_tensors(join_path(checkpoint_.path, kStateDirectory),
+                    std::string(kStateDirectory) + "/", checkpoint_.record.state);
     }
     return std::move(out_);
   }
@@ -49,18 +49,18 @@ class Verify {
   // Whether the next read is in this caller's part.
   bool is_own_turn() { return turn_++ % part_.count == part_.index; }
 
-  void check_digested(const StepFile& file) {
+  void check_digested(const CheckpointFile& file) {
     if (!is_own_turn()) return;
     poll_();
-    check_digest(files_, step_.path, file);
+    check_digest(files_, checkpoint_.path, file);
   }
 
   // Each header is verified by check_digested, of this or another caller, so that a wrong offset of
   // a tensor is a fault, too.
   void check_tensors(const std::string& directory, const std::string& prefix,
-                     const std::vector<StepTensor>& tensors) {
-    std::map<std::string_view, const StepTensor*> recorded;
-    for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
+                     const std::vector<CheckpointTensor>& tensors) {
+    std::map<std::string_view, const CheckpointTensor*> recorded;
+    for (const CheckpointTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
     const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
     for (const StoredTensor& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
@@ -96,7 +96,7 @@ class Verify {
   }
 
   void check_tensor(const Checkpoint& checkpoint, const StoredTensor& stored,
-                    const StepTensor& record) {
+                    const CheckpointTensor& record) {
     const auto unit = static_cast<uint64_t>(std::max(8, bits_per_element(stored.spec.dtype))) / 8;
     const std::unique_ptr<File> file = open_data_file(checkpoint, stored.at.file);
     const uint64_t seed = digest_seed(stored.spec);
@@ -126,7 +126,7 @@ class Verify {
   }
 
   FileSystem& files_;
-  const FoundStep step_;
+  const RunCheckpoint checkpoint_;
   const FunctionRef<void()> poll_;
   const VerifyPart part_;
   uint64_t turn_ = 0;
@@ -143,15 +143,15 @@ const Error* Verification::first_fault() const noexcept {
   return nullptr;
 }
 
-Verification verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
-                         const VerifyPart& part) {
+Verification verify_checkpoint(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
+                               const VerifyPart& part) {
   return Verify(files, path, poll, part).run();
 }
 
-std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,
-                                    FunctionRef<void()> poll, const VerifyPart& part) {
+std::optional<Error> damage_of_checkpoint(FileSystem& files, const std::string& path,
+                                          FunctionRef<void()> poll, const VerifyPart& part) {
   try {
-    const Verification verified = verify_step(files, path, poll, part);
+    const Verification verified = verify_checkpoint(files, path, poll, part);
     for (const VerifiedFile& file : verified.files) {
       if (file.fault && is_damage(file.fault->category())) return file.fault;
     }

@@ -17,7 +17,7 @@ const std::string kStep = "/root/step-1";
 
 // A checkpoint with one tensor.
 void save_one_tensor(MemoryFileSystem& files) {
-  const StepInFlight step = begin_step(files, "/root", 1, {"host", 7, 11});
+  const CheckpointInFlight step = begin_checkpoint(files, "/root", 1, {"host", 7, 11});
   const std::vector<TensorSpec> specs = {{"w", Role::param, DType::f32, {16}}};
   std::vector<float> values(16);
   std::iota(values.begin(), values.end(), 1.F);
@@ -28,14 +28,14 @@ void save_one_tensor(MemoryFileSystem& files) {
   const uint64_t header = written.size() - values.size() * sizeof(float);
   const uint64_t chunk = digest_run(digest_seed(specs[0]), std::as_bytes(std::span(values)).data(),
                                     sizeof(float), 0, 16);
-  publish_step(files, step,
-               {.step = 1,
-                .uuid = step.uuid,
-                .world_size = 1,
-                .tool = "modicum",
-                .files = {{"model.safetensors", written.size(), header,
-                           digest_of(std::string_view(written).substr(0, header))}},
-                .tensors = {{specs[0], {chunk}}}});
+  publish_checkpoint(files, step,
+                     {.step = 1,
+                      .uuid = step.uuid,
+                      .world_size = 1,
+                      .tool = "modicum",
+                      .files = {{"model.safetensors", written.size(), header,
+                                 digest_of(std::string_view(written).substr(0, header))}},
+                      .tensors = {{specs[0], {chunk}}}});
 }
 
 void change_last_byte(MemoryFileSystem& files) {
@@ -52,7 +52,7 @@ TEST(Verify, OnlyDamageIsDamage) {
     RecordingFileSystem files(under, fail_at);
     std::optional<Category> thrown;
     try {
-      EXPECT_EQ(damage_of_step(files, kStep, [] {}), std::nullopt);
+      EXPECT_EQ(damage_of_checkpoint(files, kStep, [] {}), std::nullopt);
     } catch (const Error& error) {
       thrown = error.category();
     }
@@ -70,12 +70,12 @@ TEST(Verify, DamageIsReturned) {
   MemoryFileSystem files;
   save_one_tensor(files);
   change_last_byte(files);
-  const auto damage = damage_of_step(files, kStep, [] {});
+  const auto damage = damage_of_checkpoint(files, kStep, [] {});
   ASSERT_TRUE(damage);
   EXPECT_EQ(damage->category(), Category::integrity);
   EXPECT_EQ(damage->facts().tensor, "w");
   files.remove(kStep + "/COMMIT");
-  EXPECT_EQ(damage_of_step(files, kStep, [] {})->category(), Category::uncommitted);
+  EXPECT_EQ(damage_of_checkpoint(files, kStep, [] {})->category(), Category::uncommitted);
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ void add_companions(const ConvertTask& task, const ConversionJournal& conversion
   const Companions companions =
       copy_companions(source, companion_files(source), new_form_of(source, task.load.run.recipe),
                       files, conversion.directory());
-  for (const StepFile& file : companions.copied) report.written_bytes += file.bytes;
+  for (const CheckpointFile& file : companions.copied) report.written_bytes += file.bytes;
   std::vector<std::string>& warnings = report.checkpoint.warnings;
   warnings.insert(warnings.end(), companions.warnings.begin(), companions.warnings.end());
   if (const std::string index = output_index(task.form.manifest()); !index.empty()) {

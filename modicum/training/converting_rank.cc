@@ -57,12 +57,12 @@ void add_published(ConvertReport& report, const Publication& published) {
                                     published.warnings.end());
 }
 
-StepOwner owner_of_conversion() {
+SaveOwner owner_of_conversion() {
   const ProcessIdentity process = identify_process(getpid());
   return {process.host, process.pid, process.started};
 }
 
-bool is_owner_dead(const StepOwner& owner) {
+bool is_owner_dead(const SaveOwner& owner) {
   return is_dead({owner.host, owner.pid, owner.started});
 }
 

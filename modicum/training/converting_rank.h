@@ -9,8 +9,8 @@
 namespace modicum {
 
 // This process, as the owner of a journal.
-StepOwner owner_of_conversion();
-bool is_owner_dead(const StepOwner& owner);
+SaveOwner owner_of_conversion();
+bool is_owner_dead(const SaveOwner& owner);
 // Takes the outcome of a publication into the report.
 void add_published(ConvertReport& report, const Publication& published);
 

@@ -20,7 +20,7 @@ const Plan& agreed(const RankLoadTask& task) {
 }
 
 // The state of torch's optimizers is loaded like a model.
-std::string folder_in_step(const Checkpoint& checkpoint) {
+std::string folder_in_checkpoint(const Checkpoint& checkpoint) {
   return base_name(checkpoint.directory) == kStateDirectory ? kStateFolder : "";
 }
 
@@ -40,7 +40,7 @@ RankLoad::RankLoad(const RankLoadTask& task, HostSink::CallerMemory caller_memor
       held_before_(task.at.ledger->footprint().total()),
       shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(caller_memory),
               std::move(copy)),
-      compared_(*task.plan.manifest, folder_in_step(task.checkpoint)) {}
+      compared_(*task.plan.manifest, folder_in_checkpoint(task.checkpoint)) {}
 
 void RankLoad::load() {
   if (task_.check) shards_.poison([this] { task_.at.board->check(); });

@@ -20,7 +20,7 @@ PhaseReport phase_of(const TrainedJob& job, const JobOutcome& outcome, std::stri
 }
 
 void add_saved(const SaveTask& task, const JobOutcome& outcome, SaveReport& report) {
-  const SavedStep& saved = *outcome.saved;
+  const SavedCheckpoint& saved = *outcome.saved;
   report.step = saved.step;
   report.path = saved.path;
   report.is_durable = saved.is_durable;
@@ -33,7 +33,8 @@ void add_saved(const SaveTask& task, const JobOutcome& outcome, SaveReport& repo
   for (const SavePlan::CopiedTensor& copied : task.plan.copied()) {
     report.copied.push_back(task.plan.manifest().tensors[copied.to].spec.fqn);
   }
-  for (const StepFile& file : saved.record.files) report.files.push_back({file.name, file.bytes});
+  for (const CheckpointFile& file : saved.record.files)
+    report.files.push_back({file.name, file.bytes});
 }
 
 }  // namespace
@@ -79,12 +80,12 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   return report;
 }
 
-ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
-    : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
+ResumeState::ResumeState(FileSystem& opened, const RunCheckpoint& resumed)
+    : checkpoint(open_checkpoint(opened, join_path(resumed.path, kStateDirectory))),
       files(checkpoint.manifest),
       facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile)),
                                   kLongestText, Category::integrity))),
-      carried(step, checkpoint.manifest) {}
+      carried(resumed, checkpoint.manifest) {}
 
 Footprint ResumeState::footprint(const Run& run) const {
   const std::vector<StateOf> parameters = state_of(run);
@@ -155,7 +156,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
   }
   if (!outcome.saved) return report;
   report.phases.push_back(phase_of(job, outcome, "save", Part::save, {kSavePart}));
-  const SavedStep& saved = *outcome.saved;
+  const SavedCheckpoint& saved = *outcome.saved;
   report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
   return report;

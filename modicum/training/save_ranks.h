@@ -5,16 +5,16 @@
 #include <optional>
 #include <string>
 
+#include "modicum/training/checkpoint_save.h"
 #include "modicum/training/load_ranks.h"
 #include "modicum/training/state_load.h"
-#include "modicum/training/step_save.h"
 
 namespace modicum {
 
 // The optimizer's state of a checkpoint, which must have one. The constructor throws the errors of
 // open_checkpoint; INTEGRITY.
 struct ResumeState {
-  ResumeState(FileSystem& opened, const FoundStep& step);
+  ResumeState(FileSystem& opened, const RunCheckpoint& resumed);
 
   const Checkpoint checkpoint;  // in the checkpoint's kStateDirectory
   const StateFiles files;       // the files of that checkpoint
@@ -46,9 +46,9 @@ struct SaveTask {
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Loads, trains and saves. On failure no new checkpoint is visible, unless publish_step fails after
-// its rename. Throws the errors of run_ranks and StepSave; PREEMPTED after SIGTERM, unless the save
-// may finish (SaveTask::grace_ns) or is already being published.
+// Loads, trains and saves. On failure no new checkpoint is visible, unless publish_checkpoint fails
+// after its rename. Throws the errors of run_ranks and CheckpointSave; PREEMPTED after SIGTERM,
+// unless the save may finish (SaveTask::grace_ns) or is already being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
 struct ResumeTask {

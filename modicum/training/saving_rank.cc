@@ -58,7 +58,7 @@ StateFacts facts_of(const SaveTask& task, const TrainedSteps& trained) {
 void require_recordable(const SaveTask& task) {
   std::vector<std::string> others;
   if (task.from != nullptr) {
-    for (const StepFile& file : task.from->carried.files) others.push_back(file.name);
+    for (const CheckpointFile& file : task.from->carried.files) others.push_back(file.name);
   }
   require_recordable(task.plan, task.state != nullptr ? &task.state->manifest() : nullptr, others);
 }
@@ -90,17 +90,17 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   return outcome;
 }
 
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
-                  std::function<void()> waits) {
-  std::optional<StepSave::SavedState> state;
+SavedCheckpoint publish(CheckpointSave& save, const SaveTask& task, const TrainedSteps& trained,
+                        std::function<void()> waits) {
+  std::optional<CheckpointSave::SavedState> state;
   if (task.state != nullptr) {
     state.emplace(
-        StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
+        CheckpointSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
   }
   PublishOptions options{.waits = std::move(waits)};
   if (task.from != nullptr) options.carried = &task.from->carried;
   if (task.grace_ns > 0) options.lock_limit_ns = std::min(options.lock_limit_ns, task.grace_ns / 2);
-  return step.publish(task.load.run.checkpoint, task.plan, state, options);
+  return save.publish(task.load.run.checkpoint, task.plan, state, options);
 }
 
 }  // namespace modicum

@@ -14,10 +14,10 @@ namespace modicum {
 
 // The directory that the ranks of a save write into. Construct it before the fork.
 struct SavePlace {
-  SavePlace(const StepSave& step, const SavePlan& plan)
-      : point(step.point()),
-        directory(step.directory()),
-        state_directory(step.state_directory()),
+  SavePlace(const CheckpointSave& save, const SavePlan& plan)
+      : point(save.point()),
+        directory(save.directory()),
+        state_directory(save.state_directory()),
         gathers(plan.plan()) {}
 
   const uint64_t point;  // for ChunkSums
@@ -39,7 +39,7 @@ struct TrainedSteps {
   uint64_t digest = 0;  // digest of the saved state
 };
 // Publishes what all ranks have saved. `waits`: see PublishOptions.
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
-                  std::function<void()> waits);
+SavedCheckpoint publish(CheckpointSave& save, const SaveTask& task, const TrainedSteps& trained,
+                        std::function<void()> waits);
 
 }  // namespace modicum

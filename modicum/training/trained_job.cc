@@ -17,14 +17,14 @@ uint64_t bytes_to_save(const SaveTask& task) {
 }
 
 struct JobWorld : LoadWorld {
-  JobWorld(const TrainedJob& trained_job, const StepSave* step)
+  JobWorld(const TrainedJob& trained_job, const CheckpointSave* saving)
       : LoadWorld(trained_job.load), job(trained_job), page(trained_job.load.plan.ranks()) {
     if (trained_job.from != nullptr) {
       of_state.emplace(trained_job.from->checkpoint.manifest, trained_job.load.plan.ranks(),
                        kStateFolder);
     }
-    if (step == nullptr) return;
-    place.emplace(*step, trained_job.save->plan);
+    if (saving == nullptr) return;
+    place.emplace(*saving, trained_job.save->plan);
     grace.emplace(trained_job.save->grace_ns, bytes_to_save(*trained_job.save), board, clock);
     if (trained_job.save->grace_ns > 0) grace_ns = [this] { return grace->granted_ns(); };
   }
@@ -153,23 +153,23 @@ RankOutcome RankLife::highest(std::initializer_list<LifePart> life_parts) const 
 JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
   std::optional<StopSignals>
       stop;  // a stop signal throws, so that the checkpoint in flight is removed
-  std::optional<DamagedStep> damaged;
-  std::optional<StepSave> step;
+  std::optional<DamagedCheckpoint> damaged;
+  std::optional<CheckpointSave> saving;
   if (const SaveTask* const save = job.save) {
     require_recordable(*save);
     stop.emplace();
     FileSystem& files = *job.load.run.files;
     damaged = set_damaged_aside(files, save->root, save->step, [&stop] { stop->check(); });
-    step.emplace(files, save->root, save->step, save->state != nullptr, save->keep);
+    saving.emplace(files, save->root, save->step, save->state != nullptr, save->keep);
   }
-  JobWorld world(job, step ? &*step : nullptr);
+  JobWorld world(job, saving ? &*saving : nullptr);
   JobOutcome outcome = outcome_of(world, show);
   if (stop) check_stop(*stop, *world.grace);
   outcome.compared = world.merged();  // an error ends the job before the save is published
-  if (step) {
+  if (saving) {
     TrainedSteps trained{.skipped = outcome.ranks.front().skipped};
     for (const RankLife& life : outcome.ranks) trained.digest += life.saved_digest;
-    outcome.saved = publish(*step, *job.save, trained, [&] { check_stop(*stop, *world.grace); });
+    outcome.saved = publish(*saving, *job.save, trained, [&] { check_stop(*stop, *world.grace); });
     outcome.is_preempted = stop->received().has_value();
     if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
     outcome.damaged = std::move(damaged);

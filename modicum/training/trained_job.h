@@ -53,15 +53,15 @@ struct JobOutcome {
   std::optional<uint64_t> cgroup_peak_bytes;
   // With a save: the published checkpoint, with the warnings, and the damaged checkpoint of its
   // number.
-  std::optional<SavedStep> saved;
-  std::optional<DamagedStep> damaged;
+  std::optional<SavedCheckpoint> saved;
+  std::optional<DamagedCheckpoint> damaged;
   bool is_preempted = false;
 };
 
 // Lives the job in the world of its load, and publishes the saved checkpoint. On failure no new
-// checkpoint is visible, unless publish_step fails after its rename. Throws the errors of run_ranks
-// and StepSave; INTEGRITY if a value of a checkpoint is not the saved one; PREEMPTED as
-// save_in_ranks.
+// checkpoint is visible, unless publish_checkpoint fails after its rename. Throws the errors of
+// run_ranks and CheckpointSave; INTEGRITY if a value of a checkpoint is not the saved one;
+// PREEMPTED as save_in_ranks.
 JobOutcome run_job(const TrainedJob& job, ShowBytes show);
 
 }  // namespace modicum

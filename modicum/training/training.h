@@ -6,16 +6,16 @@
 // resume_in_ranks, step_in_ranks, convert_in_rank.
 #pragma once
 
-#include "modicum/training/convert.h"         // IWYU pragma: export
-#include "modicum/training/gradients.h"       // IWYU pragma: export
-#include "modicum/training/job.h"             // IWYU pragma: export
-#include "modicum/training/load_ranks.h"      // IWYU pragma: export
-#include "modicum/training/lock_step.h"       // IWYU pragma: export
-#include "modicum/training/optimizer.h"       // IWYU pragma: export
-#include "modicum/training/rank_load.h"       // IWYU pragma: export
-#include "modicum/training/rank_processes.h"  // IWYU pragma: export
-#include "modicum/training/save_ranks.h"      // IWYU pragma: export
-#include "modicum/training/state_files.h"     // IWYU pragma: export
-#include "modicum/training/state_load.h"      // IWYU pragma: export
-#include "modicum/training/step.h"            // IWYU pragma: export
-#include "modicum/training/step_save.h"       // IWYU pragma: export
+#include "modicum/training/checkpoint_save.h"  // IWYU pragma: export
+#include "modicum/training/convert.h"          // IWYU pragma: export
+#include "modicum/training/gradients.h"        // IWYU pragma: export
+#include "modicum/training/job.h"              // IWYU pragma: export
+#include "modicum/training/load_ranks.h"       // IWYU pragma: export
+#include "modicum/training/lock_step.h"        // IWYU pragma: export
+#include "modicum/training/optimizer.h"        // IWYU pragma: export
+#include "modicum/training/rank_load.h"        // IWYU pragma: export
+#include "modicum/training/rank_processes.h"   // IWYU pragma: export
+#include "modicum/training/save_ranks.h"       // IWYU pragma: export
+#include "modicum/training/state_files.h"      // IWYU pragma: export
+#include "modicum/training/state_load.h"       // IWYU pragma: export
+#include "modicum/training/step.h"             // IWYU pragma: export

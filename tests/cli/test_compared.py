@@ -2,9 +2,9 @@
 record: a flipped bit in any file or tensor ends it with 12, or the tensor is reported as not
 compared, and nothing is published.
 
-Catches: the values of one reader are not compared; the state of a checkpoint that has no digest in its
-state.json is not compared; a text is not compared; a conversion keeps a file with damaged values
-for the next call; unused tensors are copied without being compared.
+Catches: the values of one reader are not compared; the state of a checkpoint that has no digest in
+its state.json is not compared; a text is not compared; a conversion keeps a file with damaged
+values for the next call; unused tensors are copied without being compared.
 """
 
 import itertools

@@ -1,8 +1,9 @@
 """A job that is restarted where its newest saved checkpoint is damaged: `resume`
-goes back to an older one, the job saves the damaged number again, and retention keeps intact checkpoints.
+goes back to an older one, the job saves the damaged number again, and retention keeps intact
+checkpoints.
 
-Catches: a checkpoint whose values are wrong ends `resume ROOT`; an intact checkpoint is set aside; a damaged
-one ends the save of its number; a checkpoint that can't be read counts as damaged.
+Catches: a checkpoint whose values are wrong ends `resume ROOT`; an intact checkpoint is set aside;
+a damaged one ends the save of its number; a checkpoint that can't be read counts as damaged.
 """
 
 import os

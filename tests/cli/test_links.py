@@ -40,8 +40,8 @@ def names_in(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["below a link", "a link"])
 def test_a_root_of_saves(modicum: Path, moe: Path, data: Path, is_link: bool) -> None:
-    """Saves, retention, a damaged checkpoint and a resume; the root is made by the first save or, if it
-    is itself a link, exists."""
+    """Saves, retention, a damaged checkpoint and a resume; the root is made by the first save or,
+    if it is itself a link, exists."""
     root = data / "root"
     if is_link:
         (data / "elsewhere").mkdir()

@@ -2,9 +2,9 @@
 process read them, and set as the limit of a memory cgroup.
 
 Catches: a rank's promise is one page short; memory is held and not charged; a window (the buffer
-for whole tensors) outlives its use; the record of a checkpoint is held and not charged; a load is refused
-after its first read of data; the stacks of threads are not promised; the error after an OOM kill
-does not say how much the plan needs.
+for whole tensors) outlives its use; the record of a checkpoint is held and not charged; a load is
+refused after its first read of data; the stacks of threads are not promised; the error after an OOM
+kill does not say how much the plan needs.
 """
 
 import json
@@ -189,8 +189,8 @@ def test_own_shard_passes_in_a_cage(
 
 
 def test_many_tensors_pass_in_a_cage(modicum: Path, tmp_path: Path, can_cage: None) -> None:
-    """Names, manifests and the record of the checkpoint need more memory than values do. The launcher
-    holds them before it starts the ranks."""
+    """Names, manifests and the record of the checkpoint need more memory than values do. The
+    launcher holds them before it starts the ranks."""
     torch = pytest.importorskip("torch")
     names = (f"layers.{i // 400}.mlp.experts.{i % 400}.down_proj.weight" for i in range(8000))
     tensors = {name: torch.full((1 + i % 3,), float(i)) for i, name in enumerate(names)}

@@ -125,8 +125,8 @@ def test_a_save_whose_owner_cannot_be_asked_stays(modicum: Path, moe: Path, tmp_
 
 
 def test_what_a_reboot_left_over_is_removed(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """With another boot id: a checkpoint in flight with its owner's file, one that modicum 0.1 left, and
-    a new `latest`."""
+    """With another boot id: a checkpoint in flight with its owner's file, one that modicum 0.1
+    left, and a new `latest`."""
     root = tmp_path / "root"
     words = ("save", moe, root, "--step")
     with living(root, modicum, *words, 1, *LONG, owner=".partial-*/optimizer"):

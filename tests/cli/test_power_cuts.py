@@ -69,8 +69,8 @@ class Saving:
         return done.code, hit.calls
 
     def cut(self, at: int, flags: int) -> None:
-        """Saves the next checkpoint, cuts the power before call `at` (after the save if it makes fewer
-        calls), and checks the steps after the recovery."""
+        """Saves the next checkpoint, cuts the power before call `at` (after the save if it makes
+        fewer calls), and checks the steps after the recovery."""
         self.disk.mount()
         for old in sorted(self.root.glob("step-*"))[:-2]:
             shutil.rmtree(old)

@@ -1,5 +1,5 @@
-"""`resume` compares the values that it has loaded with the digests of the checkpoint, through any recipe
-and in any layout: an error names a data file with values of an earlier checkpoint.
+"""`resume` compares the values that it has loaded with the digests of the checkpoint, through any
+recipe and in any layout: an error names a data file with values of an earlier checkpoint.
 
 Catches: stale values are resumed; a tensor's elements are digested in the order of the target
 instead of the stored tensor; the parts that replicas have read count as other elements; a tensor of
@@ -56,7 +56,8 @@ def recipe_of(moe: Path, how: str) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize("how", RECIPES)
 def test_stale_values_are_not_resumed(modicum: Path, moe: Path, tmp_path: Path, how: str) -> None:
-    """Stale: a data file with the right length and header, and the values of an earlier checkpoint."""
+    """Stale: a data file with the right length and header, and the values of an earlier
+    checkpoint."""
     targets, unused = recipe_of(moe, how)
     recipe = write_recipe(tmp_path / "r.json", targets, unused)
     words = ("--optimizer", "adamw:fp32-split", "--recipe", recipe, "--ranks", 2)

@@ -1,14 +1,15 @@
 """The verbs `save`, `resume` and `verify`. A saved checkpoint has the names,
 dtypes and bits of the loaded model, whatever ranks and layouts write and read it. A save keeps its
-promise of memory. If it is killed, the checkpoint is complete or absent. An error names a damaged file.
+promise of memory. If it is killed, the checkpoint is complete or absent. An error names a damaged
+file.
 
 Catches: a checkpoint is visible before it is complete; files of a dead save are kept, or those of a
-living one removed; no digest covers some byte; the newest checkpoint is resumed without a check; the
-promise does not include the save; a SHA-256 is not compared; a directory with an unfinished save
-passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep` removes the checkpoint
-just saved; a dangling link fails the save; an adapter gets a model's file name; another program's
-manifest.json makes a directory a checkpoint; the error of a damaged file lacks its checkpoint; an optimizer's
-state that a save leaves out without a word.
+living one removed; no digest covers some byte; the newest checkpoint is resumed without a check;
+the promise does not include the save; a SHA-256 is not compared; a directory with an unfinished
+save passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep` removes the
+checkpoint just saved; a dangling link fails the save; an adapter gets a model's file name; another
+program's manifest.json makes a directory a checkpoint; the error of a damaged file lacks its
+checkpoint; an optimizer's state that a save leaves out without a word.
 """
 
 import hashlib
@@ -252,7 +253,8 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
 def test_a_state_is_resumed_with_its_recipe(
     modicum: Path, moe: Path, tmp_path: Path, how: str
 ) -> None:
-    """The checkpoint has a recipe, since its parameters are not all stored under their own names."""
+    """The checkpoint has a recipe, since its parameters are not all stored under their own
+    names."""
     names = list(tensors_of(moe))
     targets: dict[str, object] = {name: {"op": "stored", "name": name} for name in names}
     experts = [name for name in names if ".experts." in name and "gate_proj" in name]
@@ -361,7 +363,8 @@ def test_keep_counts_intact_steps_only(modicum: Path, moe: Path, tmp_path: Path)
 
 
 def test_keep_counts_the_step_just_saved(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """After a rollback later checkpoints exist: the new checkpoint stays, and so do the last ones of them."""
+    """After a rollback later checkpoints exist: the new checkpoint stays, and so do the last ones
+    of them."""
     root = tmp_path / "root"
     for step in (10, 20, 30):
         run_json(modicum, "save", moe, root, "--step", step)
@@ -464,7 +467,7 @@ def test_every_damaged_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -
             assert named in done.stderr, (path.name, fault, done.stderr)
             assert not done.json["ok"]
             if fault == "replaced" and path.name not in ("manifest.json", "COMMIT"):
-                continue  # `resume` chooses a checkpoint by its lengths, and compares values afterwards
+                continue  # `resume` chooses by the lengths, and compares values afterwards
             resumed = run_json(modicum, "resume", root, "--ranks", 2)
             assert resumed["resumed"]["step"] == 1
             (skipped,) = resumed["skipped"]
@@ -536,7 +539,8 @@ def test_an_unfinished_save_is_not_committed(
 
 
 def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """A converted checkpoint next to the saved ones, and another program's manifest.json next to a model."""
+    """A converted checkpoint next to the saved ones, and another program's manifest.json next
+    to a model."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1)
     run_json(modicum, "convert", root / "step-1", root / "step-1-hf")
@@ -552,7 +556,7 @@ def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Pa
 
 
 def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    """A save is killed at a random moment. Then `resume` loads its checkpoint, if that was committed, or
+    """A save is killed at a random moment. Then `resume` loads its checkpoint, if committed, or
     the checkpoint before; at the end the next save has removed the files of all killed ones."""
     root = tmp_path / "root"
     first = run_json(modicum, "save", gpt2, root, "--step", 1, "--ranks", 2)

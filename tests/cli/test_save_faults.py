@@ -1,8 +1,8 @@
 """Saves in each of which one system call fails, and saves that are killed.
 
 Catches: an error is swallowed, or has another category; EINTR is an error; a short write counts as
-complete; a checkpoint is visible before it is complete; an old checkpoint is changed; files of dead saves are
-kept, or those of living ones removed.
+complete; a checkpoint is visible before it is complete; an old checkpoint is changed; files of dead
+saves are kept, or those of living ones removed.
 """
 
 import contextlib
@@ -133,8 +133,8 @@ def test_a_failed_write_back_is_not_swallowed(modicum: Path, tmp_path: Path) -> 
 
 
 def assert_complete(step: Path, first: dict[str, bytes]) -> None:
-    """Asserts that a checkpoint has the files of the first one, and that its COMMIT has the length and
-    the uuid of its manifest.json."""
+    """Asserts that a checkpoint has the files of the first one, and that its COMMIT has the length
+    and the uuid of its manifest.json."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
     manifest = found.pop("manifest.json")

@@ -1,7 +1,7 @@
 """Damage of every file of a saved checkpoint: the file is missing, one byte
-shorter, replaced by that of an older checkpoint (stale), exchanged with a file of equal length, or has
-one flipped bit. `verify` finds each damage and names the file. `resume` skips such a checkpoint, also if
-only values of tensors are damaged, which it compares while it loads them.
+shorter, replaced by that of an older checkpoint (stale), exchanged with a file of equal length, or
+has one flipped bit. `verify` finds each damage and names the file. `resume` skips such a
+checkpoint, also if only values of tensors are damaged, which it compares while it loads them.
 
 Catches: no digest covers some byte; a header, a configuration or the number of optimizer steps is
 resumed without a check; the newest checkpoint is chosen by the lengths of its files alone.
@@ -75,7 +75,8 @@ def header_end(data: bytes) -> int:
 
 
 def same_length(saved: Saved, name: str) -> str | None:
-    """Another file of the checkpoint with the same length and other bytes; None if there is none."""
+    """Another file of the checkpoint with the same length and other bytes; None if there is
+    none."""
     data = (saved.intact / name).read_bytes()
     for other in saved.names():
         found = (saved.intact / other).read_bytes()
@@ -189,7 +190,7 @@ def fault_of(step: Path) -> str:
     """The first fault that `verify` would find, computed in this process; empty if there is
     none."""
     try:
-        return _modicum.step_fault(str(step), 0, 1, _modicum.Board())
+        return _modicum.checkpoint_fault(str(step), 0, 1, _modicum.Board())
     except IntegrityError as error:
         return str(error)
 
@@ -211,8 +212,8 @@ def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
 
 
 def test_a_commit_of_a_tebibyte_is_damage(modicum: Path, saved: Saved, tmp_path: Path) -> None:
-    """It is not read: `resume` skips its checkpoint, `verify` names it, and a save with retention does
-    not count it."""
+    """It is not read: `resume` skips its checkpoint, `verify` names it, and a save with retention
+    does not count it."""
     root = tmp_path / "root"
     shutil.copytree(saved.root, root)
     (root / "step-9").mkdir()

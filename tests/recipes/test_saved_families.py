@@ -1,6 +1,6 @@
-"""`modicum save` of a model that was not trained writes a checkpoint that `from_pretrained` loads exactly
-like the source checkpoint: the same bits, buffers and ties. The checkpoint's files have the source's
-tensors under their names, in their shapes and dtypes.
+"""`modicum save` of a model that was not trained writes a checkpoint that `from_pretrained` loads
+exactly like the source checkpoint: the same bits, buffers and ties. The checkpoint's files have the
+source's tensors under their names, in their shapes and dtypes.
 
 The oracle is transformers. Catches: a stored tensor of which only a part is loaded, and which
 counts as loaded completely; a tie that loses one name; a `quantization_config` that is kept

@@ -122,7 +122,7 @@ def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
 
 
 def assert_recovers(made: Engine, folder: str, directory: str, changes: dict[str, Any]) -> None:
-    """A new engine that recovers from the checkpoint takes the same next checkpoint, to the bit."""
+    """A new engine that recovers from the checkpoint takes the same next step, to the bit."""
     from areal.api import SaveLoadMeta
 
     meta = SaveLoadMeta(path=f"{folder}/recover", weight_format="dcp", with_optim=True)

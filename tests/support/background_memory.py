@@ -1,5 +1,6 @@
 """Acts (functions that ranks run by name, see torch_rank.py) that train with a pause before each
-checkpoint, in place of forward and backward, and save meanwhile: by Modicum, or by DCP's async_save."""
+step, in place of forward and backward, and save meanwhile: by Modicum, or by DCP's
+async_save."""
 
 import os
 import statistics
@@ -38,7 +39,7 @@ def trained(directory: str, by: str) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, pause_s: float) -> float:
-    """Pauses, sets gradients and checkpoints. Returns the seconds until all ranks have stepped."""
+    """Pauses, sets gradients and steps. Returns the seconds until all ranks have stepped."""
     begin = time.monotonic()
     time.sleep(pause_s)
     for parameter in model.parameters():
@@ -59,9 +60,9 @@ def settled() -> float:
 
 
 def by_modicum(directory: str, root: str) -> dict[str, Any]:
-    """With the pause, during which a save can be written: `ROUNDS` checkpoints without a save, then
-    `ROUNDS` checkpoints, each during a save in the background. Then without the pause: `ROUNDS` checkpoints
-    without a save, and one during a save."""
+    """With the pause, during which a save can be written: `ROUNDS` steps without a save, then
+    `ROUNDS` steps, each during a save in the background. Then without the pause: `ROUNDS`
+    steps without a save, and one during a save."""
     model, optimizer = trained(directory, "modicum")
 
     def save(number: int, by: Any = modicum.torch.save) -> Any:

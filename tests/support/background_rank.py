@@ -66,8 +66,8 @@ def loaded(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, A
 def both(
     directory: str, root: str, cut: Cut, kind: tuple[str, str], room: tuple[int | None, int]
 ) -> dict[str, Any]:
-    """Saves a checkpoint in the foreground, and in the background during further steps. `kind`: optimizer
-    and dtype; `room`: as for `window`."""
+    """Saves a checkpoint in the foreground, and in the background during further steps. `kind`:
+    optimizer and dtype; `room`: as for `window`."""
     pause_us = 20 if cut.dim == 1 else 4000  # along dim 1 each row is a separate write
     with window(*room):
         model, stepping = loaded(directory, cut, *kind)
@@ -106,8 +106,8 @@ def told_of(error: Exception) -> dict[str, Any]:
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a checkpoint, then a second one in the background, which must fail, and then a third one,
-    which must succeed.
+    """Saves a checkpoint, then a second one in the background, which must fail, and then a third
+    one, which must succeed.
 
     Args:
         how: the fault of the second save. "disk": a write fails. "weight" or "moment": rank 1
@@ -148,9 +148,9 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 
 def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
-    """Saves the same checkpoint in the foreground and in the background. Meanwhile makes the call `what`,
-    which must wait for the save. Returns the save's report, and the seconds that the call took.
-    The root is relative, and the process goes to another directory during the save."""
+    """Saves the same checkpoint in the foreground and in the background. Meanwhile makes the call
+    `what`, which must wait for the save. Returns the save's report, and the seconds that the call
+    took. The root is relative, and the process goes to another directory during the save."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     how: dict[str, Any] = {"step": 2, "optimizer": stepping, "memory": MemoryPolicy(staging="1MiB")}
     modicum.torch.save(model, f"{root}/fore", **how)
@@ -290,7 +290,7 @@ def preempted(
     or the save raises.
     `how`: the grace in seconds; the pause of each write in microseconds; and what the program does
     meanwhile: "polls"; "computes", without a call of Modicum after a step that is skipped; or
-    "steps", and gets SIGTERM in the middle of a checkpoint."""
+    "steps", and gets SIGTERM in the middle of a step."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us, does = how
     with slow(pause_us):
@@ -316,7 +316,7 @@ def preempted(
 
 
 def skip(optimizer: modicum.torch.AdamW) -> None:
-    """Makes a checkpoint that is skipped, since its gradients are not finite."""
+    """Makes a step that is skipped, since its gradients are not finite."""
     before = optimizer.skipped_steps
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -209,9 +209,9 @@ def parted(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str, Any]:
-    """A rank dies during a save. `when`: rank 0 dies "before" or "after" it publishes the checkpoint; or
-    rank 1 dies "soon", at a random time. Returns the other rank's outcome. An odd `seed` ends the
-    process by `_exit`, an even one by SIGKILL."""
+    """A rank dies during a save. `when`: rank 0 dies "before" or "after" it publishes the
+    checkpoint; or rank 1 dies "soon", at a random time. Returns the other rank's outcome. An odd
+    `seed` ends the process by `_exit`, an even one by SIGKILL."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     publish, rank = running.publish, dist.get_rank()
 
@@ -234,8 +234,8 @@ def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str
 
 
 def terminated(directory: str, root: str, cut: Cut, marks: str, seed: int) -> dict[str, Any]:
-    """The test sends SIGTERM at a random time of a save in the background, during checkpoints of which
-    some are skipped."""
+    """The test sends SIGTERM at a random time of a save in the background, during steps of
+    which some are skipped."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     chance = random.Random(seed)
     with paused() as go:

@@ -1,6 +1,6 @@
 """The records of version 1 as commit fc075f6b (Modicum 0.1.0) reads them, written from its code. It
-answers for a checkpoint of any later commit what that program would answer, so that a test sees a change
-that old programs take for damage. Digests of 128 bits are not computed."""
+answers for a checkpoint of any later commit what that program would answer, so that a test sees a
+change that old programs take for damage. Digests of 128 bits are not computed."""
 
 import json
 import re
@@ -56,8 +56,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def answer_of(step: Path) -> str:
-    """The answer of fc075f6b to a checkpoint whose files are intact: "read", or the error's category,
-    "UNSUPPORTED" or "INTEGRITY"."""
+    """The answer of fc075f6b to a checkpoint whose files are intact: "read", or the error's
+    category, "UNSUPPORTED" or "INTEGRITY"."""
     commit = json.loads((step / "COMMIT").read_text())
     text = (step / "manifest.json").read_text()
     manifest = json.loads(text)

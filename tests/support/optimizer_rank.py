@@ -130,7 +130,7 @@ class Script(NamedTuple):
     losses: list[float]
     inputs: list[dict[str, Any]]
     """`losses` and `inputs` are filled during the run: the loss and the model's arguments of each
-    checkpoint."""
+    step."""
 
 
 def by_accelerate(

@@ -129,8 +129,8 @@ def read_checkpoint(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_step(program: Path, path: Path, scratch: Path, *, trains: bool = False) -> Facts:
-    """A checkpoint, or the newest of a root. `trains`: it has the state of AdamW, with which it also
-    makes a step."""
+    """A checkpoint, or the newest of a root. `trains`: it has the state of AdamW, with which it
+    also makes a step."""
     none = () if trains else ("--optimizer", "none")
     resumed = run_json(program, "resume", path, "--ranks", 1, *none)
     step = Path(resumed["resumed"]["path"])
@@ -386,8 +386,8 @@ def read_conversion(program: Path, path: Path, scratch: Path) -> Facts:
 
 
 def read_killed_save(program: Path, path: Path, scratch: Path) -> Facts:
-    """A root in which a program was killed, in a copy: its newest checkpoint is resumed, and a further
-    save succeeds. That save names in a warning what it does not remove."""
+    """A root in which a program was killed, in a copy: its newest checkpoint is resumed, and a
+    further save succeeds. That save names in a warning what it does not remove."""
     work = scratch / path.name
     shutil.copytree(path, work)
     facts = {"resumed": run_json(program, "resume", work)["resumed"]["step"]}

@@ -720,7 +720,7 @@ def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per
 
 def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
-    Writes one rank's part of the tensors. `place`: (directory, point) of a StepSave. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
+    Writes one rank's part of the tensors. `place`: (directory, point) of a CheckpointSave. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
 class StateFiles:
@@ -814,7 +814,7 @@ def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, dire
     Creates one rank's share of the files of AdamW's state; returns the bytes written.
     """
 
-class StepSave:
+class CheckpointSave:
     """
     A checkpoint that is written and not published yet.
 
@@ -856,37 +856,37 @@ class StepSave:
 
 def require_recordable(plan: SavePlan, texts: Sequence[tuple[str, str]], others: Sequence[str], *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '') -> None:
     """
-    Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see StepSave.publish.
+    Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see CheckpointSave.publish.
     """
 
-def newest_step(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
+def newest_checkpoint(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
     """
     The newest step whose headers and other files have the recorded digests, older than those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) if there is none.
     """
 
-def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
+def checkpoint_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
     Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first damage, or an empty text. Raises IoError if a file can't be read.
     """
 
-def open_step(path: str) -> dict:
+def open_run_checkpoint(path: str) -> dict:
     """
-    The dict of newest_step, without `skipped`, for one step. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
-    """
-
-def check_step(path: str) -> dict:
-    """
-    As open_step, but also compares the digests of headers and other files.
+    The dict of newest_checkpoint, without `skipped`, for one step. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
     """
 
-def examine_step(root: str, step: int) -> dict | None:
+def check_run_checkpoint(path: str) -> dict:
     """
-    As check_step, for the step of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
+    As open_run_checkpoint, but also compares the digests of headers and other files.
+    """
+
+def examine_checkpoint(root: str, step: int) -> dict | None:
+    """
+    As check_run_checkpoint, for the step of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
     """
 
 def set_aside(root: str, step: int, reason: str, uuid: str | None) -> dict:
     """
-    Renames a damaged step, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_step.
+    Renames a damaged step, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_checkpoint.
     """
 
 def process_memory(pid: int = 0) -> dict:

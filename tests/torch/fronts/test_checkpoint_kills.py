@@ -87,7 +87,7 @@ def run_killed(
 
 
 # Always: a checkpoint without COMMIT (test_checkpoints.py), and faults and power cuts at every call
-# of a save (modicum/checkpoint/step_test.cc).
+# of a save (modicum/checkpoint/run_test.cc).
 @pytest.mark.soak
 @pytest.mark.parametrize(("seeds", "kills"), [((1,), 3), (tuple(range(2, 14)), 5)])
 def test_a_run_killed_while_saving_ends_with_the_same_bits(

@@ -43,7 +43,12 @@ from modicum import _modicum  # noqa: E402
 from modicum.torch.accelerate.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
 from modicum.torch.saving import inside  # noqa: E402
-from modicum.torch.saving.inside import StepInDirectory, fault_of, rotate, save_inside  # noqa: E402
+from modicum.torch.saving.inside import (  # noqa: E402
+    CheckpointInDirectory,
+    fault_of,
+    rotate,
+    save_inside,
+)
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
@@ -160,7 +165,7 @@ def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) ->
     (source / "tokenizer.json").write_text("{}")
     model = torch_front.empty("qwen3")
     torch_front.load(model, source)
-    flight = StepInDirectory(directory)
+    flight = CheckpointInDirectory(directory)
     how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
     with World.of_world().together() as world:
         flight.open(world)
@@ -190,7 +195,7 @@ def test_weights_of_another_program_are_replaced(tmp_path: Path, modicum: Path) 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(2.0)
-    flight = StepInDirectory(directory)
+    flight = CheckpointInDirectory(directory)
     how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
     with World.of_world().together() as world:
         flight.open(world)
@@ -205,7 +210,7 @@ def test_weights_of_another_program_are_replaced(tmp_path: Path, modicum: Path) 
 def test_the_number_of_a_step_fits_or_is_0() -> None:
     """A name may end in a date to the microsecond, which has 20 digits."""
     for name, number in (("epoch", 0), ("state_7", 7), ("state_20261127133849123456", 0)):
-        assert StepInDirectory(Path(name)).number == number
+        assert CheckpointInDirectory(Path(name)).number == number
 
 
 def test_saving_beside_accelerates_own_files_warns(

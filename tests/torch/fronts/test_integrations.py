@@ -5,8 +5,8 @@ runs under torchtitan's own checkpoint manager.
 
 Catches: a part of a patch that no longer fits; a model with values before its load; buffers of
 another rank; a new value head that the load refuses; a checkpoint without the optimizer's state; a
-resume without the random generators' states; a checkpoint that stays next to the one that replaces it; an
-export in another dtype; a checkpoint that torchtitan's manager does not find.
+resume without the random generators' states; a checkpoint that stays next to the one that replaces
+it; an export in another dtype; a checkpoint that torchtitan's manager does not find.
 """
 
 import ast

@@ -111,8 +111,8 @@ assert len(got) > 10 and all(torch.equal(got[name], stored[name]) for name in st
 
 
 # Runs after the page's block about torchtitan, which defines Adapter and Checkpoints. Saves step 3,
-# changes the model, the optimizer and the loader, and loads the checkpoint again; exports step 4 as a
-# Hugging Face checkpoint; asks for a save in the background, which is refused.
+# changes the model, the optimizer and the loader, and loads the checkpoint again; exports step 4 as
+# a Hugging Face checkpoint; asks for a save in the background, which is refused.
 TITAN = """
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict)

@@ -6,9 +6,9 @@ buffer of limited size; if the window is full, the step waits until the block is
 oracles are a save of the same state in the foreground, which writes equal files, and a training
 without a save. Catches: a block that a step overwrites before it is read, in any state format; a
 step of another optimizer, a load, another save or an exit that does not wait for the save; a tensor
-that the program changes without an error; a saved checkpoint that is committed before all ranks have
-written; a window that is not in the promise, or is larger than promised; a rank that goes on after
-another one has failed; a SIGTERM that waits for the program's next call, or is handled in the
+that the program changes without an error; a saved checkpoint that is committed before all ranks
+have written; a window that is not in the promise, or is larger than promised; a rank that goes on
+after another one has failed; a SIGTERM that waits for the program's next call, or is handled in the
 middle of an optimizer step.
 """
 
@@ -102,8 +102,8 @@ def files_of(step: Path) -> dict[str, bytes]:
 
 
 def assert_same_step(root: Path, program: Path) -> None:
-    """Asserts that the checkpoints saved in the foreground and in the background have equal files, and
-    that `modicum verify` accepts the latter."""
+    """Asserts that the checkpoints saved in the foreground and in the background have equal files,
+    and that `modicum verify` accepts the latter."""
     fore, back = files_of(root / "fore/step-2"), files_of(root / "back/step-2")
     assert fore.keys() == back.keys()
     differ = [name for name, data in fore.items() if back[name] != data]
@@ -154,7 +154,8 @@ def test_the_step_is_that_of_the_foreground(
 def test_other_optimizers_wait(
     worlds: Worlds, model: str, root: Path, modicum: Path, optimizer: str
 ) -> None:
-    """The first step of torch's optimizer after the call waits until the saved checkpoint is visible."""
+    """The first step of torch's optimizer after the call waits until the saved checkpoint is
+    visible."""
     how = {"directory": model, "cut": TWO, "kind": (optimizer, "float32")}
     answers = worlds[2].ask("background_both", root=str(root), room=(None, 2), **how)
     assert_same_step(root, modicum)
@@ -292,9 +293,9 @@ def test_sigterm_ends_the_process_after_the_step(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path,
     grace: float, does: str, committed: bool,
 ) -> None:  # fmt: skip
-    """If the save can end within the grace (seconds), SIGTERM ends the process after the saved checkpoint
-    is committed, whatever the program does meanwhile. Otherwise the save raises PreemptedError, and
-    nothing of it is left."""
+    """If the save can end within the grace (seconds), SIGTERM ends the process after the saved
+    checkpoint is committed, whatever the program does meanwhile. Otherwise the save raises
+    PreemptedError, and nothing of it is left."""
     marks = tmp_path / "marks"
     marks.mkdir()
     with ranks(2, tmp_path / "ranks") as two:

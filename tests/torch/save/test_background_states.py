@@ -191,9 +191,9 @@ def test_dead_peers(two: Ranks, how: dict[str, Any], modicum: Path, when: str, s
 def test_sigterm_at_random_during_steps(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, seed: int
 ) -> None:
-    """Some steps are skipped. SIGTERM ends the ranks after the checkpoint is visible. If it does not fit
-    into the grace, ranks raise, which a later SIGTERM may end, and it is not visible. Gloo's
-    RuntimeError is that of a step whose other rank has ended."""
+    """Some steps are skipped. SIGTERM ends the ranks after the checkpoint is visible. If it does
+    not fit into the grace, ranks raise, which a later SIGTERM may end, and it is not visible.
+    Gloo's RuntimeError is that of a step whose other rank has ended."""
     marks = tmp_path / "marks"
     marks.mkdir()
     two.tell("background_terminated", marks=str(marks), seed=seed, **how)

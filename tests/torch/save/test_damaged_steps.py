@@ -1,10 +1,10 @@
 """Damaged saved checkpoints in Python: which errors are damage, what `save`,
-`resume` and the checkpoints of accelerate and Trainer do with a damaged checkpoint, and with one that
-can't be read.
+`resume` and the checkpoints of accelerate and Trainer do with a damaged checkpoint, and with one
+that can't be read.
 
-Catches: an error of the disk counts as damage; texts are trusted; a damaged checkpoint ends the save of
-its number, or the resume; a model whose resume failed is saved; a checkpoint with a changed text is
-resumed, or rotated as a whole one; a checkpoint that is removed loses its extra.
+Catches: an error of the disk counts as damage; texts are trusted; a damaged checkpoint ends the
+save of its number, or the resume; a model whose resume failed is saved; a checkpoint with a changed
+text is resumed, or rotated as a whole one; a checkpoint that is removed loses its extra.
 """
 
 import functools
@@ -82,7 +82,7 @@ def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
         front.save(model, tmp_path, step=step)
     fault = errors.failure("IO", "read failed: EIO")
     with (
-        patch.object(_modicum, "step_fault", side_effect=fault),
+        patch.object(_modicum, "checkpoint_fault", side_effect=fault),
         pytest.raises(IoError, match="read failed"),
     ):
         front.save(model, tmp_path, step=2)
@@ -355,7 +355,7 @@ def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
 
 def test_options_that_are_null_are_damage(tmp_path: Path) -> None:
     """Not the options of a checkpoint that has none."""
-    found = resume_module.FoundStep(
+    found = resume_module.FoundCheckpoint(
         tmp_path, {}, {groups.FILE: b"null"}, is_newest=True, load_arguments={}
     )
     assert found.has_options

@@ -1,12 +1,13 @@
-"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a checkpoint
-(checkpoint directory) that transformers can read, and load it bit for bit in another world.
+"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a
+checkpoint (checkpoint directory) that transformers can read, and load it bit for bit in another
+world.
 
 The oracles are the uninterrupted training and `from_pretrained`. Catches: the state of another
 parameter; step counts and group options that are lost; tensors of the state under the model's keys;
-a failed save that leaves its files; a checkpoint that is visible before all of DCP's ranks have written;
-an optimizer whose class is not recorded; an `async_save` that is accepted and copies the state;
-values of other ranks that are lost; a save of Modicum's AdamW without its stored 8-bit codes or
-masters; ranks that read different checkpoints, or values that differ from the record.
+a failed save that leaves its files; a checkpoint that is visible before all of DCP's ranks have
+written; an optimizer whose class is not recorded; an `async_save` that is accepted and copies the
+state; values of other ranks that are lost; a save of Modicum's AdamW without its stored 8-bit codes
+or masters; ranks that read different checkpoints, or values that differ from the record.
 """
 
 import shutil
@@ -167,8 +168,8 @@ def test_readers_compare_values(
 def test_all_ranks_read_the_step_of_rank_0(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
-    """A checkpoint may appear between the constructors of two readers. If it has the keys of rank 0's,
-    its rank reads rank 0's checkpoint, else all ranks raise."""
+    """A checkpoint may appear between the constructors of two readers. If it has the keys of rank
+    0's, its rank reads rank 0's checkpoint, else all ranks raise."""
     how = {"directory": model, "root": str(tmp_path / "steps"), "cut": TWO}
     for answer in worlds[2].ask("dcp_loads_apart", **how):
         assert answer["epoch"] == 1 and answer["loaded"] == answer["saved"]
@@ -198,8 +199,8 @@ def test_a_save_that_fails_leaves_nothing(
 
 
 def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:
-    """DCP's files have moments and masters as float32 values. A checkpoint of `modicum.torch.save` has
-    the stored codes. The bytes per parameter are those in docs/guide/save.md."""
+    """DCP's files have moments and masters as float32 values. A checkpoint of `modicum.torch.save`
+    has the stored codes. The bytes per parameter are those in docs/guide/save.md."""
     numel = 512 * 512
     model = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
     save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")

@@ -2,18 +2,18 @@
 which names, and what `resume` reads back.
 
 Catches: a tensor of the model that is not saved because no source file has it; a resumed model that
-cannot be saved again once the checkpoint that it was resumed from is removed, or a model once its source
-is; tensors of the source that the model does not use and that `unused="copy"` drops; a save without
-a budget; one step count for all parameters; elements on a device that are read from another
+cannot be saved again once the checkpoint that it was resumed from is removed, or a model once its
+source is; tensors of the source that the model does not use and that `unused="copy"` drops; a save
+without a budget; one step count for all parameters; elements on a device that are read from another
 address; a resume that does not compare values; a removal by `keep` that fails without a word; a
 reported peak that leaves out the publication; extras that no resume can read; a tensor that was
 untied after the load and is left out; a model cast after the load that is saved in the dtype of the
 load, or not at all; a weight whose shape has changed since and that is written under its old shape;
 a dtype that rounds the weights from which a saved optimizer goes on; an error without a remedy for
-other frozen parameters than at the save; parameters of another optimizer, numbers that no checkpoint can
-have and keys with a dot, all without a typed error; accelerate's optimizer or any other wrapper
-around Modicum's AdamW that is saved by the state that it shows; a source that lacks the model's
-tensors, or some of them, and is copied without a word.
+other frozen parameters than at the save; parameters of another optimizer, numbers that no
+checkpoint can have and keys with a dot, all without a typed error; accelerate's optimizer or any
+other wrapper around Modicum's AdamW that is saved by the state that it shows; a source that lacks
+the model's tensors, or some of them, and is copied without a word.
 """
 
 import os
@@ -239,8 +239,8 @@ def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
 
 
 def test_a_source_without_the_models_tensors_is_refused(tmp_path: Path) -> None:
-    """The checkpoint would hold the source's values under the names that from_pretrained reads. So it may
-    be with the names that only one of both has."""
+    """The checkpoint would hold the source's values under the names that from_pretrained reads. So
+    it may be with the names that only one of both has."""
     source = torch_front.checkpoint_of("llama")
     stored = torch_front.stored_in(source)
     model = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(*stored["lm_head.weight"].shape)})
@@ -309,7 +309,8 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: s
 
 
 def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
-    """The model can be saved again after `keep` has removed the checkpoint that it was resumed from."""
+    """The model can be saved again after `keep` has removed the checkpoint that it was resumed
+    from."""
     root = tmp_path / "steps"
     front.save(loaded("llama"), root, step=1)
     model = torch_front.empty("llama")
@@ -347,8 +348,8 @@ def test_a_source_elsewhere_serves_once_the_saved_step_is_removed(tmp_path: Path
 
 
 def test_a_step_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
-    """The save has succeeded: raised as an error, a failed removal would be retried, and the checkpoint
-    would then exist. A save does not remove another user's checkpoint."""
+    """The save has succeeded: raised as an error, a failed removal would be retried, and the
+    checkpoint would then exist. A save does not remove another user's checkpoint."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a checkpoint to another user")
     root, model = tmp_path / "steps", loaded("llama")
@@ -395,8 +396,8 @@ def test_what_a_resume_does_not_read_is_reported(tmp_path: Path) -> None:
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:
-    """Python resumes a checkpoint of `modicum save` and saves it again. `modicum resume` from the second
-    checkpoint ends with the same state as `modicum resume` from the first."""
+    """Python resumes a checkpoint of `modicum save` and saves it again. `modicum resume` from the
+    second checkpoint ends with the same state as `modicum resume` from the first."""
     root, again = tmp_path / "steps", tmp_path / "again"
     flags = ["--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2]
     first = run_json(modicum, "save", torch_front.checkpoint_of("qwen3"), root, "--step", 2, *flags)

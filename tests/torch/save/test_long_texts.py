@@ -1,8 +1,8 @@
 """Texts of checkpoints, saved and of other programs, that are too long, or of another kind than a
 regular file: an error with a category, before anything is read, and no wait.
 
-Catches: a save begins although no reader accepts one of its texts; a text of a checkpoint with too many
-levels is Python's own error.
+Catches: a save begins although no reader accepts one of its texts; a text of a checkpoint with too
+many levels is Python's own error.
 """
 
 import os

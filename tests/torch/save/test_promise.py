@@ -3,8 +3,8 @@ does: of the load, the optimizer steps, and a save of model and optimizer. A bud
 the save is refused before a weight is read.
 
 Catches: a load whose promise does not include the save; a promise for the save with the staging of
-the load, which a small budget shrinks; a report of a resume that does not name the checkpoints that were
-skipped; stacks and heaps of threads that are not in the promise.
+the load, which a small budget shrinks; a report of a resume that does not name the checkpoints that
+were skipped; stacks and heaps of threads that are not in the promise.
 """
 
 import threading

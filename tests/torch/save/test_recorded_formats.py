@@ -1,12 +1,12 @@
-"""Checkpoints, saved and converted, journals and names in flight of Modicum 0.1.0 (commit fc075f6b), as each of
-its fronts has written them, are read with the recorded values, or refused by name; and what this
-version writes is read by that commit, or refused by it by name.
+"""Checkpoints, saved and converted, journals and names in flight of Modicum 0.1.0 (commit
+fc075f6b), as each of its fronts has written them, are read with the recorded values, or refused by
+name; and what this version writes is read by that commit, or refused by it by name.
 
 The oracles are what fc075f6b itself read (fixtures/formats-0.1/digests.json), its answers to
 records of a later version (newer.json), and its reading rules (support/format_1.py), which must
 give these answers, too. fixtures/record_formats.py has made the fixtures; they are not recorded
-again. Catches: a checkpoint of a later version that is refused as damaged; a journal of a later version
-whose files are removed; a key of manifest.json with another name.
+again. Catches: a checkpoint of a later version that is refused as damaged; a journal of a later
+version whose files are removed; a key of manifest.json with another name.
 """
 
 import json

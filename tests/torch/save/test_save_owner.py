@@ -1,8 +1,8 @@
-"""The owner of a checkpoint that Python saves is its process: not its forked children, and not another
-save of the process.
+"""The owner of a checkpoint that Python saves is its process: not its forked children, and not
+another save of the process.
 
-Catches: a forked child removes the checkpoint, or ends its lock; a second save of the process ends the
-lock of the first, or removes its checkpoint.
+Catches: a forked child removes the checkpoint, or ends its lock; a second save of the process ends
+the lock of the first, or removes its checkpoint.
 """
 
 import os
@@ -25,7 +25,7 @@ def test_forked_children_and_further_saves_leave_a_step_in_flight(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    step = _modicum.StepSave(str(root), 1)
+    step = _modicum.CheckpointSave(str(root), 1)
     name = Path(step.directory).name
     child = os.fork()
     if child == 0:
@@ -33,7 +33,7 @@ def test_forked_children_and_further_saves_leave_a_step_in_flight(
         os._exit(0)
     os.waitpid(child, 0)
     assert left_by(modicum, str(gpt2), root, 2) == [name]
-    other = _modicum.StepSave(str(root), 3)
+    other = _modicum.CheckpointSave(str(root), 3)
     assert sorted(path.name for path in root.glob(".partial-*")) == sorted(
         [name, Path(other.directory).name]
     )

@@ -2,11 +2,11 @@
 still run after a time, the *grace*. A save that can end within the grace is committed before
 SIGTERM ends the process; otherwise the save ends with an error, on all ranks.
 
-Catches: a SIGTERM that has no effect after the saved checkpoint is committed; a save that goes on beyond
-its grace; a save that ends on one rank only; a second SIGTERM that is ignored; a handler of the
-program that is replaced; a forecast from the rate of the first, small pieces; a SIGTERM that ends
-the process before the ranks have met; a rank that waits for others that have ended; a SIGTERM that
-is lost if the save fails.
+Catches: a SIGTERM that has no effect after the saved checkpoint is committed; a save that goes on
+beyond its grace; a save that ends on one rank only; a second SIGTERM that is ignored; a handler of
+the program that is replaced; a forecast from the rate of the first, small pieces; a SIGTERM that
+ends the process before the ranks have met; a rank that waits for others that have ended; a SIGTERM
+that is lost if the save fails.
 """
 
 import os
@@ -179,8 +179,8 @@ def test_a_handler_of_the_program_is_not_replaced(
 def test_a_signal_before_the_ranks_meet_is_held(
     two: Ranks, how: dict[str, Any], modicum: Path, to: tuple[int, ...], background: bool
 ) -> None:
-    """The ranks `to` send themselves a SIGTERM in `save`, before the first collective. The checkpoint is
-    committed, and then SIGTERM ends these ranks."""
+    """The ranks `to` send themselves a SIGTERM in `save`, before the first collective. The
+    checkpoint is committed, and then SIGTERM ends these ranks."""
     kind = {"step": 1, "grace": 60.0, "background": background}
     each = {rank: {"signals": int(rank in to)} for rank in range(2)}
     two.tell("save_signalled", each, kind=kind, **how)
@@ -194,8 +194,8 @@ def test_a_signal_before_the_ranks_meet_is_held(
 
 def test_a_signal_at_the_call_of_one_rank_alone(one: Ranks, tmp_path: Path, modicum: Path) -> None:
     """A rank calls `save` three times. The first save gets no SIGTERM. The second one gets a
-    SIGTERM and fails, since the checkpoint exists already: the process prints the error and ends. The
-    third one, in a new process, gets a SIGTERM and succeeds: the process ends."""
+    SIGTERM and fails, since the checkpoint exists already: the process prints the error and ends.
+    The third one, in a new process, gets a SIGTERM and succeeds: the process ends."""
     where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
     one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
     how = where | {"signals": 0, "kind": {"step": 1, "grace": 60.0}}

@@ -7,8 +7,8 @@ verify` must read the saved checkpoint. Catches: a state that each replica
 writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; groups that
 have the options of the new program after a resume; ranks that write their parts of divided rows
 alone, without a warning; a state that a resume does not read; a rank that gets the extras of
-another rank; ranks that save different checkpoints; a state of another format that is accepted; a state
-that is not in the promise; replicas that differ and are mixed.
+another rank; ranks that save different checkpoints; a state of another format that is accepted; a
+state that is not in the promise; replicas that differ and are mixed.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
-"""`modicum.imports.import_checkpoint` converts checkpoint directories of DeepSpeed's ZeRO to those of Modicum,
-which are Modicum's checkpoint directories. It executes no pickle.
+"""`modicum.imports.import_checkpoint` converts checkpoint directories of DeepSpeed's ZeRO to those
+of Modicum, which are Modicum's checkpoint directories. It executes no pickle.
 
 The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
 (zero_to_fp32), and Python's audit events, which show executions. Catches: an element that is read
@@ -202,8 +202,8 @@ def test_the_halves_of_a_tie_are_rounded_up() -> None:
 
 
 def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path, modicum: Path) -> None:
-    """With `source=` the checkpoint has the source's file names with the same tensors in each, and its
-    config.json with the new dtype."""
+    """With `source=` the checkpoint has the source's file names with the same tensors in each, and
+    its config.json with the new dtype."""
     plain = import_checkpoint(folder / "zero3", tmp_path / "plain", optimizer="none")
     source = tmp_path / "source"
     run_json(modicum, "convert", plain.path, source, "--shard-size", 200)

@@ -76,8 +76,8 @@ def _is_refused(program: Path, words: Sequence[str]) -> bool:
 
 
 def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str]:
-    """Imports the weights. Returns the directory to remove, and the checkpoint in it, which is kept if an
-    earlier call with the same directory has made it."""
+    """Imports the weights. Returns the directory to remove, and the checkpoint in it, which is kept
+    if an earlier call with the same directory has made it."""
     out = _out(words[at + 1 :])
     if os.path.lexists(out):
         raise failure("CONFLICT", "the output exists already", file=out.name, expected="a new path")

@@ -43,8 +43,9 @@ def contents_of(
 
     Raises:
         FormatError, IoError: see `Directory.read`.
-        IntegrityError: bytes of a tensor that the checkpoint gets differ from the CRC-32 in their file.
-        UsageError: the directories have the tensors of several models, or of none; or a number of
+        IntegrityError: bytes of a tensor that the checkpoint gets differ from the CRC-32 in their
+            file. UsageError: the directories have the tensors of several models, or of none; or a
+            number of
             the state has another dtype than float32, float64, int32 and int64.
     """
     model, state = _parts_of(directories)

@@ -47,8 +47,8 @@ def import_checkpoint(
         run: the directory of the run's checkpoints.
         step: the number of the training step, N of `run/step-N`; None: DeepSpeed's
             `global_steps`. Other directories have none.
-        source: a checkpoint of the model, whose division into files, config and tokenizer the new one
-            gets.
+        source: a checkpoint of the model, whose division into files, config and tokenizer the new
+            one gets.
         optimizer: "none": only weights. For DCP and accelerate also the name of the optimizer's
             class in torch.optim, such as "AdamW": without it `modicum.torch.resume` does not accept
             the state.

@@ -23,8 +23,8 @@ class ImportReport:
     elapsed_s: float
     """From the plan until the checkpoint is visible."""
     durable: bool
-    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a warning,
-    where the file system can't sync a directory."""
+    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a
+    warning, where the file system can't sync a directory."""
     promised_bytes: int
     """The promised peak of this process's host memory."""
     held_bytes: int
@@ -32,8 +32,8 @@ class ImportReport:
     left_out: list[str] = field(default_factory=list)
     """Keys of the other program's values that the checkpoint lacks."""
     damaged: list[dict[str, Any]] = field(default_factory=list)
-    """A damaged checkpoint of this number, which was renamed: a dict with `step`, `path`, `reason` and
-    `bytes`."""
+    """A damaged checkpoint of this number, which was renamed: a dict with `step`, `path`, `reason`
+    and `bytes`."""
     warnings: list[str] = field(default_factory=list)
     """Warnings, which are also issued as UserWarnings."""
 

@@ -144,7 +144,7 @@ def write_step(
     promised, limit = _promised(contents, budget)
     damaged = _set_damaged_aside(root, step)
     folders = ["optimizer"] if contents.facts or texts else []
-    saving = _modicum.StepSave(str(root), step, folders)
+    saving = _modicum.CheckpointSave(str(root), step, folders)
     try:
         ledger, directory = _modicum.Ledger(limit), Path(saving.directory).resolve()
         written = contents.model.write(ledger, (str(directory), saving.point))
@@ -189,12 +189,13 @@ def _promised(contents: Contents, budget: Size | None) -> tuple[int, int]:
 
 
 def _set_damaged_aside(root: Path, step: int) -> list[dict[str, Any]]:
-    """If the root has a damaged checkpoint of this number, renames it. Returns what `_modicum.set_aside`
-    returns; an empty list if there is none. Raises CONFLICT if the checkpoint is intact."""
-    found = _modicum.examine_step(str(root), step)
+    """If the root has a damaged checkpoint of this number, renames it. Returns what
+    `_modicum.set_aside` returns; an empty list if there is none. Raises CONFLICT if the checkpoint
+    is intact."""
+    found = _modicum.examine_checkpoint(str(root), step)
     if found is None:
         return []
-    damage = found["reason"] or _modicum.step_fault(found["path"], 0, 1, _modicum.Board())
+    damage = found["reason"] or _modicum.checkpoint_fault(found["path"], 0, 1, _modicum.Board())
     if not damage:
         what = "the checkpoint has been saved already"
         raise failure("CONFLICT", what, file=Path(found["path"]).name)

@@ -63,7 +63,8 @@ class LoadReport(PrintableReport):
 
     @property
     def not_compared(self) -> list[str]:
-        """Names of the saved checkpoint's tensors that were not read, or not compared as a whole."""
+        """Names of the saved checkpoint's tensors that were not read, or not compared as a
+        whole."""
         return self.document["not_compared"]
 
     @property

@@ -35,8 +35,8 @@ from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import why_not_alone
 from modicum.torch.saving.inside import (
-    StepInDirectory,
-    is_step,
+    CheckpointInDirectory,
+    is_checkpoint,
     load_inside,
     load_state_inside,
     require_whole,
@@ -60,7 +60,7 @@ _ADAPTERS = (
 class _ModelToSave:
     """A model to save, its optimizer if there is one, and the begun save of its directory."""
 
-    flight: StepInDirectory
+    flight: CheckpointInDirectory
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
 
@@ -134,7 +134,7 @@ class Checkpoints:
         then committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         checkpoint = _OpenCheckpoint(
-            directory, {i: _ModelToSave(StepInDirectory(folder)) for i, folder in folders.items()}
+            directory, {i: _ModelToSave(CheckpointInDirectory(folder)) for i, folder in folders.items()}
         )
         outer, self._open = self._open, checkpoint
         try:
@@ -233,7 +233,7 @@ class Checkpoints:
 
     def _load_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = upstream.arguments(original, args, kwargs)
-        directory = _step_of(Path(arguments["input_dir"]), arguments["model_index"])
+        directory = _checkpoint_of(Path(arguments["input_dir"]), arguments["model_index"])
         if directory is None:
             return original(*args, **kwargs)
         self._load(
@@ -241,18 +241,18 @@ class Checkpoints:
         )
         return upstream.nothing_amiss()
 
-    def _load(self, accelerator: Any, model: Any, step: Path, index: int = 0) -> None:
-        _require_fsdp2(accelerator, step)
-        directory, is_first = step.parent if index else step, accelerator.is_main_process
+    def _load(self, accelerator: Any, model: Any, folder: Path, index: int = 0) -> None:
+        _require_fsdp2(accelerator, folder)
+        directory, is_first = folder.parent if index else folder, accelerator.is_main_process
         self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         innermost = self._loadings[-1]
         arguments = {name: innermost._arguments[name] for name in names}
-        innermost.reports.append(load_inside(upstream.bare(model), step, arguments).load)
+        innermost.reports.append(load_inside(upstream.bare(model), folder, arguments).load)
 
     def _load_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = upstream.arguments(original, args, kwargs)
-        directory = _step_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
+        directory = _checkpoint_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
         if directory is None:
             return original(*args, **kwargs)
         _require_fsdp2(arguments["accelerator"], directory)
@@ -362,7 +362,7 @@ class Checkpoints:
         resume_from_checkpoint: Any,
         model: Any = None,
     ) -> Any:
-        directory = _step_of(Path(resume_from_checkpoint), 0)
+        directory = _checkpoint_of(Path(resume_from_checkpoint), 0)
         if directory is None or not trainer.is_fsdp_enabled:
             return original(trainer, resume_from_checkpoint, model)
         resumed = trainer.model if model is None else model
@@ -376,7 +376,7 @@ class Checkpoints:
 
         def remove_oldest() -> None:
             found = upstream.sorted_checkpoints(folder, arguments["checkpoint_prefix"])
-            if limit is None or limit <= 0 or not any(map(is_step, found)):
+            if limit is None or limit <= 0 or not any(map(is_checkpoint, found)):
                 original(*args, **kwargs)
             else:
                 rotate(found, limit, Path(best) if best else None, Path(folder), saved)
@@ -387,13 +387,13 @@ class Checkpoints:
             remove_oldest()
 
 
-def _step_of(directory: Path, index: int) -> Path | None:
+def _checkpoint_of(directory: Path, index: int) -> Path | None:
     """The directory in which Modicum has saved the model `index` of a checkpoint; None if Modicum
     did not write the checkpoint. Collective: rank 0 decides. Raises UNCOMMITTED or INTEGRITY if the
     checkpoint is incomplete."""
 
     def find() -> str | None:
-        if not is_step(directory):
+        if not is_checkpoint(directory):
             return None
         require_whole(directory)
         return str(directory / upstream.folder_of(index) if index else directory)

@@ -35,7 +35,7 @@ from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.choosing import ChosenStep, chosen_step
+from modicum.torch.saving.choosing import ChosenCheckpoint, chosen_checkpoint
 from modicum.torch.saving.extra import COMMON, common_of
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
@@ -115,8 +115,8 @@ class FilesReader:
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads all items of this rank's plan in one pass over the files. Values of a checkpoint are
-        compared with its record."""
+        """Reads all items of this rank's plan in one pass over the files. Values of a checkpoint
+        are compared with its record."""
         with _reading_by(plan.storage_data) as ranks:
             self._read(plan, planner)
             if ranks is not None:
@@ -295,27 +295,27 @@ class StateDictReader:
         """Opens a checkpoint, or the newest one of a run. If another process removes it meanwhile,
         chooses once more."""
         for is_last in (False, True):
-            chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, [])
+            chosen = chosen_checkpoint(root, Ranks(_rank(), 1), _texts_of, [])
             try:
-                self._open_step(chosen)
+                self._open_chosen(chosen)
                 return
             except (Error, OSError):
                 if is_last or not is_gone(chosen.path):
                     raise
 
-    def _open_step(self, chosen: ChosenStep) -> None:
-        self.checkpoint_id = step = chosen.path
-        self._opened = str(step.absolute()), chosen.facts["uuid"]
+    def _open_chosen(self, chosen: ChosenCheckpoint) -> None:
+        self.checkpoint_id = path = chosen.path
+        self._opened = str(path.absolute()), chosen.facts["uuid"]
         facts = _facts_of(chosen)
         at = facts.model_at
         self._parts = [
-            _Part(step, self._model, lambda name: flat_key((*at, name)), **self._options)
+            _Part(path, self._model, lambda name: flat_key((*at, name)), **self._options)
         ]
         self._values = facts.values
         if facts.optim_at is not None:
             self._open_state(chosen, facts.optim_at, facts)
 
-    def _open_state(self, chosen: ChosenStep, at: Place, facts: Facts) -> None:
+    def _open_state(self, chosen: ChosenCheckpoint, at: Place, facts: Facts) -> None:
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
@@ -331,8 +331,8 @@ class StateDictReader:
                 for option, value in group.items():
                     self._values[flat_key((*at, "param_groups", name, option))] = value
 
-    def _state_of(self, step: Path, keys: Callable[[str], str]) -> _State:
-        part = _State(step / "optimizer", None, keys, **self._options)
+    def _state_of(self, path: Path, keys: Callable[[str], str]) -> _State:
+        part = _State(path / "optimizer", None, keys, **self._options)
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         part.parameters = {canonical(name): parameter for name, parameter in named}
         return part
@@ -352,8 +352,8 @@ class StateDictReader:
         return replace(plan, storage_data=self._opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, all with the checkpoint of the coordinator, the first rank, and the number of ranks
-        that read."""
+        """The plans, all with the checkpoint of the coordinator, the first rank, and the number of
+        ranks that read."""
         decided = (*plans[0].storage_data, len(plans))
         return [replace(plan, storage_data=decided) for plan in plans]
 
@@ -381,8 +381,8 @@ class StateDictReader:
             part._read(LoadPlan(items), planner)
 
     def _follow(self, path: str, uuid: str) -> None:
-        """Opens the coordinator's checkpoint, if this rank has chosen another one: a checkpoint may appear or
-        vanish between the constructors of two ranks."""
+        """Opens the coordinator's checkpoint, if this rank has chosen another one: a checkpoint may
+        appear or vanish between the constructors of two ranks."""
         if uuid == self._opened[1]:
             return
         planned = self.read_metadata()
@@ -391,8 +391,8 @@ class StateDictReader:
             what = f"rank {_rank()} sees another checkpoint than the coordinator"
             raise refusal("UNSUPPORTED", what, expected=uuid, got=self._opened[1])
         if self.read_metadata() != planned:
-            what = f"rank {_rank()} has planned the load of another checkpoint, whose tensors or values "
-            what += "differ: make another reader"
+            what = f"rank {_rank()} has planned the load of another checkpoint, whose tensors or "
+            what += "values differ: make another reader"
             raise failure("CONFLICT", what, file=Path(path).name)
 
     def _give(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -425,19 +425,19 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _texts_of(step: Path, facts: Mapping[str, Any]) -> list[str]:
-    return [name for name in (COMMON, STATE) if (step / name).exists()]
+def _texts_of(path: Path, facts: Mapping[str, Any]) -> list[str]:
+    return [name for name in (COMMON, STATE) if (path / name).exists()]
 
 
-def is_written(step: Path) -> bool:
+def is_written(path: Path) -> bool:
     """Whether `ModicumWriter` has written a complete checkpoint."""
-    if not (step / COMMON).exists():
+    if not (path / COMMON).exists():
         return False
-    document = json_in(read_files(step, [COMMON])[COMMON], COMMON)
+    document = json_in(read_files(path, [COMMON])[COMMON], COMMON)
     return facts_in(common_of(document), COMMON) is not None
 
 
-def _facts_of(chosen: ChosenStep) -> Facts:
+def _facts_of(chosen: ChosenCheckpoint) -> Facts:
     """The facts about the state dict that `Writer` has saved."""
     facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:

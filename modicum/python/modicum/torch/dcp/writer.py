@@ -46,7 +46,7 @@ from modicum.torch.saving.state_dicts import (
 )
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
-from modicum.torch.saving.writing import StateWriting, StepInFlight
+from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
@@ -118,7 +118,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
             "budget": budget,
         }
         self._at = (root_of(run), step)
-        self._flight = StepInFlight()
+        self._flight = CheckpointInFlight()
         self._kept: tuple[PlannedSave, int] | None = None
         self.path: str | None = None
         """The directory of the committed checkpoint, on rank 0; else None."""
@@ -133,7 +133,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: Source | None = None) -> None:
         """Begins a save. `checkpoint_id`: RUN/step-N, in place of `run` and `step`; or None."""
         self._flight.end()
-        self._flight, self._kept, self.path = StepInFlight(), None, None
+        self._flight, self._kept, self.path = CheckpointInFlight(), None, None
         if checkpoint_id is not None:
             path = Path(checkpoint_id).absolute()
             number = path.name.removeprefix("step-")

@@ -181,13 +181,14 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
     return writing_of(goal.recipe, tensors, ranks, form)
 
 
-def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
-    """The recipe that loads the model's adapters from a checkpoint of adapters; None for other checkpoints."""
-    if not (step / FILE).exists():
+def recipe_of_checkpoint(model: nn.Module, path: Path) -> Recipe | None:
+    """The recipe that loads the model's adapters from a checkpoint of adapters; None for other
+    checkpoints."""
+    if not (path / FILE).exists():
         return None
     if not _is_wrapped(model):
         what = "the checkpoint holds adapters only: load the base model, and wrap it by PEFT"
-        raise refusal("MISMATCH", what, file=step.name)
+        raise refusal("MISMATCH", what, file=path.name)
     targets: dict[str, Node] = {}
     again = []  # PEFT's further names of a tensor, under which the file has the same values
     for name, model_name in names_of_peft(Model.of(model)).items():

@@ -64,8 +64,8 @@ CRASH_LIMIT_S = 30.0
 _EXPLAIN_S = 2.0
 """How long the handling of another error waits for the save to end."""
 _LOOK_LIMIT_S, _LAST_LOOK_S = LOCK_LIMIT_S + 10.0, 5.0
-"""How long a rank that has voted and lost others waits for rank 0 to publish the checkpoint or drop it;
-and if it has lost rank 0, for the root to show what rank 0 did."""
+"""How long a rank that has voted and lost others waits for rank 0 to publish the checkpoint or drop
+it; and if it has lost rank 0, for the root to show what rank 0 did."""
 _REFUSE_LIMIT_S = 30.0
 """How long a rank that refuses a step of another optimizer waits for the others to come to it."""
 _POLL_S = 0.1

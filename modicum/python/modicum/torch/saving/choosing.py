@@ -19,28 +19,28 @@ the checkpoint and its facts."""
 
 
 @dataclass(frozen=True)
-class ChosenStep:
+class ChosenCheckpoint:
     """A checkpoint to read."""
 
     path: Path
     facts: dict[str, Any]
-    """The dict of `_modicum.newest_step`."""
+    """The dict of `_modicum.newest_checkpoint`."""
     files: dict[str, bytes]
-    """The files of `NamesFor`. They were read before the checkpoint was seen whole: if the record lists
-    one, it is here, though another process may remove the checkpoint meanwhile."""
+    """The files of `NamesFor`. They were read before the checkpoint was seen whole: if the record
+    lists one, it is here, though another process may remove the checkpoint meanwhile."""
     is_newest: bool
     """Whether it is the newest checkpoint of a root, not one that the caller named."""
 
 
-def chosen_step(
+def chosen_checkpoint(
     root: Path, ranks: Ranks, names_for: NamesFor, skipped: list[dict[str, Any]]
-) -> ChosenStep:
-    """The newest checkpoint of a root whose headers and texts are as recorded, or the checkpoint `root`.
-    Collective. If another process removes the checkpoint meanwhile, chooses once more.
+) -> ChosenCheckpoint:
+    """The newest checkpoint of a root whose headers and texts are as recorded, or the checkpoint
+    `root`. Collective. If another process removes the checkpoint meanwhile, chooses once more.
 
     Args:
-        skipped: damaged checkpoints, older than which the checkpoint is to be; see `skip`. Those that are found
-            are added.
+        skipped: damaged checkpoints, older than which the checkpoint is to be; see `skip`. Those
+            that are found are added.
 
     Raises:
         IntegrityError: there is no such checkpoint, or `root` is a damaged one.
@@ -51,38 +51,43 @@ def chosen_step(
 
     def find() -> dict[str, Any]:
         if (root / "COMMIT").exists():
-            return _modicum.check_step(str(root))
-        return _modicum.newest_step(str(root), [(step["step"], step["reason"]) for step in skipped])
+            return _modicum.check_run_checkpoint(str(root))
+        return _modicum.newest_checkpoint(
+            str(root), [(step["step"], step["reason"]) for step in skipped]
+        )
 
     while True:
         facts, _ = ranks.once(find, lambda: None)
-        for step in facts.get("skipped", []):
-            skip(skipped, step, ranks)
+        for damaged in facts.get("skipped", []):
+            skip(skipped, damaged, ranks)
         files = _files_of(facts, ranks, names_for)
         is_newest = "skipped" in facts
         if files is not None:
             path, facts = Path(facts["path"]), facts | {"skipped": [*skipped]}
-            return ChosenStep(path, facts, files, is_newest=is_newest)
+            return ChosenCheckpoint(path, facts, files, is_newest=is_newest)
         if is_again or not is_newest:
             raise removed(Path(facts["path"]))
         is_again = True
         skipped.clear()
 
 
-def skip(skipped: list[dict[str, Any]], step: dict[str, Any], ranks: Ranks) -> None:
+def skip(skipped: list[dict[str, Any]], damaged: dict[str, Any], ranks: Ranks) -> None:
     """Adds a damaged checkpoint, a dict of its number and the reason. Rank 0 warns of it."""
-    skipped.append(step)
+    skipped.append(damaged)
     if ranks.rank == 0:
-        warn_script(f"modicum: the checkpoint of step {step['step']} is skipped: {step['reason']}")
+        warn_script(
+            f"modicum: the checkpoint of step {damaged['step']} is skipped: {damaged['reason']}"
+        )
 
 
-def removed(step: Path) -> Exception:
+def removed(path: Path) -> Exception:
     """The error of a checkpoint that another process has removed, twice."""
-    return failure("IO", "the checkpoint was removed while it was read", file=step.name)
+    return failure("IO", "the checkpoint was removed while it was read", file=path.name)
 
 
 def _files_of(facts: dict[str, Any], ranks: Ranks, names_for: NamesFor) -> dict[str, bytes] | None:
-    """This rank's files of the checkpoint; None if another process has removed the checkpoint. Collective."""
+    """This rank's files of the checkpoint; None if another process has removed the checkpoint.
+    Collective."""
     path = Path(facts["path"])
     if not seen_by_all(path, ranks):
         return None

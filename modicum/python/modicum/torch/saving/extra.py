@@ -96,8 +96,8 @@ def names_for(step: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
     """The names of the files with the values that a rank gets.
 
     Args:
-        saved_by: the number of ranks that saved the checkpoint. If it equals `ranks`, only this rank's
-            `extra_per_rank` is read, otherwise that of all ranks.
+        saved_by: the number of ranks that saved the checkpoint. If it equals `ranks`, only this
+            rank's `extra_per_rank` is read, otherwise that of all ranks.
     """
     names = [COMMON] if (step / COMMON).exists() else []
     if (step / file_of(0)).exists():

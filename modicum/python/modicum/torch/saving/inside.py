@@ -3,7 +3,7 @@ as a checkpoint of accelerate or Trainer:
 
     DIR/.partial-*/                             the checkpoint while it is written; made first
     DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
-    DIR/model.safetensors, optimizer/, ...      the checkpoint's files, moved here once all are written
+    DIR/model.safetensors, optimizer/, ...      its files, moved here once all are written
     DIR/tokenizer.json, ...                     copied from the source, if absent; not in the record
     DIR/COMMIT                                  made last
 
@@ -37,7 +37,7 @@ from modicum.torch.saving.resume import find, load_state, resume_by
 from modicum.torch.saving.save import save_together
 from modicum.torch.saving.shared import require_same, seen_by_all
 from modicum.torch.saving.weights import Form
-from modicum.torch.saving.writing import StepInFlight
+from modicum.torch.saving.writing import CheckpointInFlight
 from modicum.upstream.checkpoints import folders_in
 from modicum.upstream.torch_fsdp import reshard
 
@@ -49,7 +49,7 @@ _IN_FLIGHT = ".partial-"
 _TRASH = ".trash-"
 
 
-class StepInDirectory(StepInFlight):
+class CheckpointInDirectory(CheckpointInFlight):
     """A checkpoint inside a directory, from its first file until it is published."""
 
     def __init__(self, directory: Path) -> None:
@@ -59,8 +59,8 @@ class StepInDirectory(StepInFlight):
 
     @property
     def number(self) -> int:
-        """The number in the checkpoint's record: the digits at the end of the directory's name; 0 if there are none or
-        the number is too large."""
+        """The number in the record: the digits at the end of the directory's name; 0 if there
+        are none or the number is too large."""
         digits = re.search(r"\d+$", self.directory.name)
         number = int(digits.group()) if digits else 0
         return number if number <= LAST else 0
@@ -80,7 +80,7 @@ class StepInDirectory(StepInFlight):
 
     def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
         """Makes the subdirectories, and syncs the other programs' files, which are all written by
-        now. Collective. Returns the same as `StepInFlight.begin`."""
+        now. Collective. Returns the same as `CheckpointInFlight.begin`."""
         assert self._place is not None
         place = self._place
 
@@ -106,7 +106,7 @@ def _sync(directory: Path) -> None:
 
 def save_inside(
     model: nn.Module,
-    flight: StepInDirectory,
+    flight: CheckpointInDirectory,
     optimizer: torch.optim.Optimizer | None,
     options: Mapping[str, Any],
     ranks: Ranks,
@@ -127,9 +127,9 @@ def save_inside(
 
 
 def load_inside(model: nn.Module, directory: Path, arguments: Mapping[str, Any]) -> ResumeReport:
-    """Loads the model, and compares what it reads with the checkpoint's digests. Collective. `arguments`:
-    as `arguments` of `resume_by`. The checkpoint does not become the model's origin, since a later save
-    may remove it."""
+    """Loads the model, and compares what it reads with the recorded digests. Collective.
+    `arguments`: as of `resume_by`. The checkpoint does not become the model's origin, since a
+    later save may remove it."""
     require_whole(directory)
     reshard(model)
     if (directory / FILE).exists():
@@ -155,7 +155,7 @@ def load_state_inside(
     directory: Path,
     ledger: _modicum.Ledger | None,
 ) -> None:
-    """Loads the optimizer's state of a checkpoint whose model `load_inside` has loaded. Collective."""
+    """Loads the optimizer's state of a checkpoint after `load_inside`. Collective."""
     require_whole(directory)
     found = find(directory, optimizer, [])
     with outside_inference(model), Ranks.of_world().together() as ranks:
@@ -165,9 +165,9 @@ def load_state_inside(
 # ---- directories
 
 
-def is_step(directory: Path) -> bool:
-    """Whether the directory holds a checkpoint of Modicum, committed or not. Raises `OSError` if it can't
-    be read."""
+def is_checkpoint(directory: Path) -> bool:
+    """Whether the directory is a checkpoint of Modicum, committed or not. Raises `OSError` if it
+    can't be read."""
     if not directory.is_dir():
         return False
     if any(name == _COMMIT or name.startswith(_IN_FLIGHT) for name in os.listdir(directory)):
@@ -180,9 +180,11 @@ def is_step(directory: Path) -> bool:
         return _RECORD.match(file.read(64)) is not None
 
 
-def require_whole(directory: Path, check: Callable[[str], Any] = _modicum.open_step) -> None:
+def require_whole(
+    directory: Path, check: Callable[[str], Any] = _modicum.open_run_checkpoint
+) -> None:
     """Raises UNCOMMITTED or INTEGRITY if the directory holds an incomplete checkpoint."""
-    if is_step(directory):
+    if is_checkpoint(directory):
         check(str(directory))
 
 
@@ -193,8 +195,8 @@ def fault_of(directory: Path) -> str:
     if not os.listdir(directory):
         return "it is empty"
     try:
-        for step in _steps_in(directory):
-            require_whole(step, _modicum.check_step)
+        for folder in _checkpoints_in(directory):
+            require_whole(folder, _modicum.check_run_checkpoint)
     except Error as error:
         if not is_damage(error):
             raise
@@ -202,9 +204,10 @@ def fault_of(directory: Path) -> str:
     return ""
 
 
-def _steps_in(directory: Path) -> list[Path]:
-    """The checkpoints in a directory of accelerate or Trainer: itself, and those of the models after the first."""
-    return [folder for folder in (directory, *folders_in(directory)) if is_step(folder)]
+def _checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints of Modicum in a directory: itself, and those of the models after the
+    first."""
+    return [folder for folder in (directory, *folders_in(directory)) if is_checkpoint(folder)]
 
 
 def fault_for_all(directory: Path, ranks: Ranks) -> str:
@@ -214,18 +217,18 @@ def fault_for_all(directory: Path, ranks: Ranks) -> str:
     def examine() -> tuple[str, list[tuple[str, str]]]:
         if reason := fault_of(directory):
             return reason, []
-        steps = map(str, _steps_in(directory))
-        return "", [(step, _modicum.open_step(step)["uuid"]) for step in steps]
+        folders = map(str, _checkpoints_in(directory))
+        return "", [(folder, _modicum.open_run_checkpoint(folder)["uuid"]) for folder in folders]
 
-    (reason, steps), _ = ranks.once(examine, lambda: None)
-    for step, uuid in steps:
-        is_there = seen_by_all(Path(step), ranks)
-        damage = damage_of(Path(step), ranks) if is_there else None
+    (reason, folders), _ = ranks.once(examine, lambda: None)
+    for folder, uuid in folders:
+        is_there = seen_by_all(Path(folder), ranks)
+        damage = damage_of(Path(folder), ranks) if is_there else None
         if damage is None:
             return "it was removed while it was read"
         if damage:
             return damage
-        require_same(Path(step), uuid, ranks)
+        require_same(Path(folder), uuid, ranks)
     return str(reason)
 
 
@@ -247,9 +250,9 @@ def rotate(
     """
     with _warning():
         _empty(trash)
-        for step in _superfluous(directories, limit, best, saved):
+        for folder in _superfluous(directories, limit, best, saved):
             with _warning():
-                _modicum.rename(step, trash / f"{_TRASH}{step.name}")
+                _modicum.rename(folder, trash / f"{_TRASH}{folder.name}")
         _empty(trash)
 
 
@@ -257,17 +260,19 @@ def _superfluous(
     directories: Sequence[Path], limit: int, best: Path | None, saved: str
 ) -> list[Path]:
     """The checkpoints that `rotate` removes."""
-    is_whole = {step: not fault_of(step) for step in directories}
-    age = {step: (_saved_at(step), at) for at, step in enumerate(directories)}
-    whole = [step for step in directories if (step.name == saved if saved else is_whole[step])]
-    newest = max(whole, key=lambda step: age[step], default=None)
+    is_whole = {folder: not fault_of(folder) for folder in directories}
+    age = {folder: (_saved_at(folder), at) for at, folder in enumerate(directories)}
+    whole = [
+        folder for folder in directories if (folder.name == saved if saved else is_whole[folder])
+    ]
+    newest = max(whole, key=lambda folder: age[folder], default=None)
     if newest is None:
         return []
-    newer = [step for step in directories if age[step] > age[newest]]
+    newer = [folder for folder in directories if age[folder] > age[newest]]
     kept = {newest, *newer, *([best] if best else [])}
-    removable = [step for step in directories if step not in kept]
+    removable = [folder for folder in directories if folder not in kept]
     # Stable: the lowest number of each kind first.
-    removable.sort(key=lambda step: (is_whole[step], age[step][1] < age[newest][1]))
+    removable.sort(key=lambda folder: (is_whole[folder], age[folder][1] < age[newest][1]))
     return removable[: max(0, len(directories) - len(newer) - limit)]
 
 

@@ -27,8 +27,8 @@ class SaveReport(PrintableReport):
     durable_s: float
     """From the agreement until the checkpoint is visible."""
     durable: bool
-    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a warning,
-    where the file system can't sync a directory."""
+    """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a
+    warning, where the file system can't sync a directory."""
     promised_bytes: int
     """The promised peak of host memory of a rank's process; the largest of all ranks."""
     held_bytes: int
@@ -72,7 +72,8 @@ class ResumeReport(PrintableReport):
     path: str
     """The checkpoint's directory."""
     skipped: list[dict[str, Any]]
-    """Newer checkpoints that are incomplete or damaged: a dict with `step` and `reason` for each."""
+    """Newer checkpoints that are incomplete or damaged: a dict with `step` and `reason` for
+    each."""
     load: LoadReport
     """The report of loading the weights; its promise includes the optimizer's state."""
     read_bytes: int
@@ -82,10 +83,11 @@ class ResumeReport(PrintableReport):
     extra: dict[str, Any] | None
     """The `extra` given to the save, or None."""
     extra_per_rank: Any
-    """This rank's value if the checkpoint was saved by as many ranks, else the list of all ranks' values;
-    None if none was saved."""
+    """This rank's value if the checkpoint was saved by as many ranks, else the list of all ranks'
+    values; None if none was saved."""
     compared_bytes: int = 0
-    """Bytes of weights and state that were compared with the checkpoint's record while they were read."""
+    """Bytes of weights and state that were compared with the checkpoint's record while they were
+    read."""
     not_compared: list[str] = field(default_factory=list)
     """Names of the checkpoint's tensors that were not read, or not compared as a whole."""
 
@@ -103,7 +105,8 @@ class ResumeReport(PrintableReport):
 
     def __str__(self) -> str:
         skipped = "".join(
-            f"skipped the checkpoint of step {step['step']}: {step['reason']}\n" for step in self.skipped
+            f"skipped the checkpoint of step {step['step']}: {step['reason']}\n"
+            for step in self.skipped
         )
         return (
             f"{skipped}{self.path}: step {self.step}, {self.read_bytes / MIB:.2f} MiB read in "

@@ -37,8 +37,8 @@ from modicum.torch.optim.state_dicts import IMPLEMENTATION
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
-from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.choosing import chosen_step, removed, skip
+from modicum.torch.saving.adapters import FILE, recipe_of_checkpoint
+from modicum.torch.saving.choosing import chosen_checkpoint, removed, skip
 from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import ResumeReport
 from modicum.torch.saving.shared import is_gone
@@ -157,15 +157,15 @@ def _newest(
             skipped.clear()
 
 
-def _is_removed(step: Path) -> bool:
+def _is_removed(path: Path) -> bool:
     """Whether another process has removed the checkpoint. Collective."""
     with Ranks.of_world().together() as ranks:
-        return any(ranks.gather(is_gone(step)))
+        return any(ranks.gather(is_gone(path)))
 
 
-def _is_skipped(found: "FoundStep", error: Error, skipped: list[dict[str, Any]]) -> bool:
-    """Whether the checkpoint is damaged, and an older one of its root may take its place; adds it to
-    `skipped` then. Collective."""
+def _is_skipped(found: "FoundCheckpoint", error: Error, skipped: list[dict[str, Any]]) -> bool:
+    """Whether the checkpoint is damaged, and an older one of its root may take its place; adds it
+    to `skipped` then. Collective."""
     if not is_damage(error) or not found.is_newest or _is_removed(found.path):
         return False
     skip(skipped, {"step": found.facts["step"], "reason": str(error)}, Ranks.of_world())
@@ -173,7 +173,7 @@ def _is_skipped(found: "FoundStep", error: Error, skipped: list[dict[str, Any]])
 
 
 def _resume_from(
-    found: "FoundStep",
+    found: "FoundCheckpoint",
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     begin: float,
@@ -201,32 +201,32 @@ def _resume_from(
 
 
 @contextmanager
-def _reading(model: nn.Module, step: Path, arguments: dict[str, Any]) -> Iterator[Path]:
+def _reading(model: nn.Module, path: Path, arguments: dict[str, Any]) -> Iterator[Path]:
     """The path to load the model from. For a checkpoint of adapters alone it sets their recipe in
     `arguments`, unless the caller has given one, and leaves the model's remembered source
     checkpoint unchanged. Collective."""
     with Ranks.of_world().together():
-        adapters = recipe_of_step(model, step)
+        adapters = recipe_of_checkpoint(model, path)
     if adapters is None:
-        yield step
+        yield path
         return
     if arguments["recipe"] is None:
         arguments |= IN_PLACE_OF_A_RECIPE | {"recipe": adapters}
     with keeping_origin(model):
-        yield step / FILE
+        yield path / FILE
 
 
 @dataclass(frozen=True)
-class FoundStep:
+class FoundCheckpoint:
     """The checkpoint to resume from."""
 
     path: Path
     facts: dict[str, Any]
-    """The dict that `_modicum.newest_step` returns."""
+    """The dict that `_modicum.newest_checkpoint` returns."""
     files: dict[str, bytes]
     """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
     is_newest: bool
-    """As in `ChosenStep`."""
+    """As in `ChosenCheckpoint`."""
     load_arguments: Mapping[str, Any]
     """The arguments of `load_by`, by name."""
 
@@ -253,7 +253,11 @@ class FoundStep:
 
 
 def _declared(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: FoundStep, *, is_cast: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    found: FoundCheckpoint,
+    *,
+    is_cast: bool,
 ) -> list[AdamW | LaterMemory]:
     """What the promise of the model's load includes for the optimizer's state. Collective.
     `is_cast`: whether the load may change dtypes."""
@@ -270,7 +274,7 @@ def _declared(
         return [LaterMemory(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
-def _saved_state(found: FoundStep) -> SavedState:
+def _saved_state(found: FoundCheckpoint) -> SavedState:
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     state = _modicum.open_checkpoint(folder)
     return SavedState(state, found.state, found.load_arguments["staging"], found.path)
@@ -281,12 +285,12 @@ def find(
     optimizer: torch.optim.Optimizer | None,
     skipped: list[dict[str, Any]],
     arguments: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
-) -> FoundStep:
-    """Waits for a save in the background. Then rank 0 finds the checkpoint, and all ranks check that it
-    has what the optimizer needs. Collective.
+) -> FoundCheckpoint:
+    """Waits for a save in the background. Then rank 0 finds the checkpoint, and all ranks check
+    that it has what the optimizer needs. Collective.
 
     Args:
-        skipped: as for `chosen_step`.
+        skipped: as for `chosen_checkpoint`.
         arguments: returns the arguments of `load_by` by name, or raises an error of this rank.
     """
     in_flight.finish()
@@ -295,13 +299,13 @@ def find(
         named, root = arguments(), root_of(run)
         ranks.agree_on({"argument run": str(root)})
 
-        def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
+        def names_for(path: Path, facts: dict[str, Any]) -> list[str]:
             texts = [] if optimizer is None else [groups.FILE, STATE]
-            texts = [name for name in texts if (step / name).exists()]
-            return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
+            texts = [name for name in texts if (path / name).exists()]
+            return texts + extra.names_for(path, facts["world_size"], ranks.rank, ranks.world_size)
 
-        chosen = chosen_step(root, ranks, names_for, skipped)
-        found = FoundStep(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
+        chosen = chosen_checkpoint(root, ranks, names_for, skipped)
+        found = FoundCheckpoint(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
         if optimizer is not None:
             _require_same(optimizer, found.state)
     return found
@@ -343,7 +347,7 @@ class LoadedState:
 def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    found: FoundStep,
+    found: FoundCheckpoint,
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> LoadedState:
@@ -398,8 +402,8 @@ def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, s
     trained = {name for name, *_ in state.parameters}
     for name in _modicum.state_facts(saved.facts)["without_state"]:
         if name in trained:
-            what = "the parameter was frozen when the checkpoint was saved, and has state in this run: "
-            what += "freeze it before AdamW is made, and unfreeze it after the resume"
+            what = "the parameter was frozen when the checkpoint was saved, and has state in this "
+            what += "run: freeze it before AdamW is made, and unfreeze it after the resume"
             raise refusal("MISMATCH", what, tensor=name)
     frozen = {*names.values()} - trained
     for name in (stored.rpartition(".")[0] for stored in saved.tensors.stored):

@@ -19,29 +19,29 @@ from modicum.torch.saving.planning import PlannedSave
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import threads_of
-from modicum.torch.saving.writing import StepInFlight, WriteContext, write_tensors
+from modicum.torch.saving.writing import CheckpointInFlight, WriteContext, write_tensors
 
 LOCK_LIMIT_S = 60.0
 """How long a save waits for another one that publishes in the same root."""
 _POLL_S = 0.05
 
 
-def run(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> SaveReport:
+def run(planned: PlannedSave, ranks: Ranks, flight: CheckpointInFlight) -> SaveReport:
     """Saves in the foreground. Collective. Returns the same report on every rank."""
     begun = OpenSave(planned, ranks, flight)
     return begun.finish(begun.write())
 
 
-def write(planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> list[dict[str, Any]]:
-    """Writes the files of all ranks without publishing the checkpoint. Collective. Returns the outcomes
-    by rank."""
+def write(planned: PlannedSave, ranks: Ranks, flight: CheckpointInFlight) -> list[dict[str, Any]]:
+    """Writes the files of all ranks without publishing the checkpoint. Collective. Returns the
+    outcomes by rank."""
     return ranks.gather(OpenSave(planned, ranks, flight).write())
 
 
 class OpenSave:
     """A planned save whose directory exists."""
 
-    def __init__(self, planned: PlannedSave, ranks: Ranks, flight: StepInFlight) -> None:
+    def __init__(self, planned: PlannedSave, ranks: Ranks, flight: CheckpointInFlight) -> None:
         """Makes the directory and, in the background, the files. Collective."""
         ask, self._began = planned.ask, time.monotonic()
         self.planned, self.ranks, self._flight = planned, ranks, flight
@@ -65,7 +65,7 @@ class OpenSave:
             ranks, self.board, ask.ledger, directory, point, threads, snapshot
         )
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
-        self._warnings += [step["warning"] for step in flight.damaged]
+        self._warnings += [damaged["warning"] for damaged in flight.damaged]
         self._outcomes: list[dict[str, Any]] = []  # of all ranks
         self._published: dict[str, Any] = {}  # of rank 0
         self._created = 0
@@ -157,12 +157,12 @@ class OpenSave:
         return self._report(self._outcomes, self._published)
 
     def report_alone(self, outcome: dict[str, Any]) -> SaveReport:
-        """The report of a visible checkpoint whose ranks could not finish together: with what this rank
-        knows. `outcome`: as for `finish`."""
+        """The report of a visible checkpoint whose ranks could not finish together: with what this
+        rank knows. `outcome`: as for `finish`."""
         durable_s = time.monotonic() - self._began
         alone = "ranks ended before all had the report: its numbers are those of fewer ranks"
         known: dict[str, Any] = {
-            "path": str(self._step_path), "written_bytes": 0, "durable": True, "warnings": [],
+            "path": str(self._visible_path), "written_bytes": 0, "durable": True, "warnings": [],
             "durable_s": durable_s, "held_bytes": _peak_bytes(),
         } | self._published  # fmt: skip
         known["warnings"] = [*known["warnings"], alone]
@@ -174,17 +174,17 @@ class OpenSave:
         return self._where.directory.name
 
     @property
-    def _step_path(self) -> Path:
+    def _visible_path(self) -> Path:
         return self.planned.ask.root / f"step-{self.planned.ask.step}"
 
     def is_visible(self, limit_s: float) -> bool:
-        """Whether the root has this save's checkpoint. As long as the save's own directory is there, rank
-        0 may still publish it: waits for that, `limit_s` at most."""
+        """Whether the root has this save's checkpoint. As long as the save's own directory is
+        there, rank 0 may still publish it: waits for that, `limit_s` at most."""
         deadline = time.monotonic() + limit_s
         while True:
             is_last = not self._where.directory.exists() or time.monotonic() >= deadline
             with suppress(Error, OSError):  # no checkpoint, or another save's, which is damaged
-                uuid = _modicum.open_step(str(self._step_path))["uuid"]
+                uuid = _modicum.open_run_checkpoint(str(self._visible_path))["uuid"]
                 if self.name.endswith(f"-{uuid}"):
                     return True
             if is_last:
@@ -210,8 +210,8 @@ class OpenSave:
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
             damaged=[
-                {key: value for key, value in step.items() if key != "warning"}
-                for step in self._flight.damaged
+                {key: value for key, value in damaged.items() if key != "warning"}
+                for damaged in self._flight.damaged
             ],
             warnings=published["warnings"] + self._warnings,
         )
@@ -251,13 +251,13 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
     return shared, warnings
 
 
-def publish(planned: PlannedSave, world_size: int, flight: StepInFlight) -> dict[str, Any]:
+def publish(planned: PlannedSave, world_size: int, flight: CheckpointInFlight) -> dict[str, Any]:
     """Publishes what all ranks have written. Called on rank 0."""
-    assert flight.step is not None
+    assert flight.saving is not None
     more: list[tuple[str, str | None]] = [*planned.texts]
     if planned.rank_extra is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
     arguments = planned.state.published if planned.state else {}
     if planned.ask.sigterm.grace_s is not None:
         arguments = arguments | {"lock_limit_s": min(LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
-    return flight.step.publish(planned.model.plan, more=more, **arguments)
+    return flight.saving.publish(planned.model.plan, more=more, **arguments)

@@ -31,7 +31,7 @@ from modicum.torch.saving.running import OpenSave
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import Form, goal_of
-from modicum.torch.saving.writing import StepInFlight
+from modicum.torch.saving.writing import CheckpointInFlight
 from modicum.upstream.wrappers import unwrapped
 
 
@@ -149,7 +149,7 @@ class Arguments:
 def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
     called = time.monotonic()
     in_flight.finish()
-    flight, sigterm = StepInFlight(), Sigterm(arguments.grace)
+    flight, sigterm = CheckpointInFlight(), Sigterm(arguments.grace)
     with ExitStack() as stack:
         stack.push(sigterm.leave)
         stack.callback(flight.end)
@@ -175,7 +175,7 @@ def save_together(
     optimizer: torch.optim.Optimizer | None,
     ask: SaveRequest,
     ranks: Ranks,
-    flight: StepInFlight,
+    flight: CheckpointInFlight,
 ) -> SaveReport:
     """Saves in the foreground, inside a context of `Ranks.together` that the caller has entered."""
     begun = _begun(model, optimizer, ask, ranks, flight)
@@ -189,7 +189,7 @@ def _begun(
     optimizer: torch.optim.Optimizer | None,
     ask: SaveRequest,
     ranks: Ranks,
-    flight: StepInFlight,
+    flight: CheckpointInFlight,
 ) -> OpenSave:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model, reshards=True)
@@ -243,8 +243,9 @@ def _kind(optimizer: Any) -> str:
 
 
 def _follow(model: nn.Module, planned: PlannedSave, report: SaveReport) -> None:
-    """The new checkpoint becomes the model's origin if the old origin is a checkpoint next to it, which `keep`
-    or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin is gone."""
+    """The new checkpoint becomes the model's origin if the old origin is a checkpoint next to it,
+    which `keep` or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin
+    is gone."""
     origin = origin_of(model)
     if origin is None or origin.source is None or planned.ask.form.adapters:
         return

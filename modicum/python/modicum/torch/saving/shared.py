@@ -44,10 +44,10 @@ def seen_by_all(directory: Path, ranks: Ranks) -> bool:
     return is_seen
 
 
-def require_same(step: Path, uuid: str, ranks: Ranks) -> None:
-    """Raises `UsageError` unless this rank sees the checkpoint that rank 0 sees, with this uuid. Raises
-    the error of a checkpoint that this rank can't open."""
-    seen = _modicum.open_step(str(step))["uuid"]
+def require_same(path: Path, uuid: str, ranks: Ranks) -> None:
+    """Raises `UsageError` unless this rank sees the checkpoint that rank 0 sees, with this uuid.
+    Raises the error of a checkpoint that this rank can't open."""
+    seen = _modicum.open_run_checkpoint(str(path))["uuid"]
     if seen != uuid:
         what = f"rank {ranks.rank} sees another checkpoint than rank 0"
         raise refusal("UNSUPPORTED", what, expected=uuid, got=seen)

@@ -117,7 +117,8 @@ class Sigterm:
         self._votes = True
 
     def end_vote(self) -> None:
-        """The checkpoint is visible: SIGTERM no longer ends the save, but only the process after it."""
+        """The checkpoint is visible: SIGTERM no longer ends the save, but only the process after
+        it."""
         self._votes, self._is_visible = False, True
 
     def during(self, own_bytes: int) -> Callable[[int], None]:

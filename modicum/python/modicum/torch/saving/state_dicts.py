@@ -80,8 +80,8 @@ class Facts(NamedTuple):
 
 
 def facts_in(extra: Any, file: str) -> Facts | None:
-    """The facts in the `extra` of a checkpoint; None without facts. Raises `IntegrityError`, which names
-    `file`, for others than `SplitStateDict.facts` gives."""
+    """The facts in the `extra` of a checkpoint; None without facts. Raises `IntegrityError`, which
+    names `file`, for others than `SplitStateDict.facts` gives."""
     if not isinstance(extra, dict) or KEY not in extra:
         return None
     found = extra[KEY]

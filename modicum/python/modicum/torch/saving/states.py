@@ -3,9 +3,9 @@
     opening -> writing -> written -> voted -> committing (rank 0) -> committed
                                      voted -> unknown -> committed, or failed
 
-A rank that has voted can't tell alone whether rank 0 commits the checkpoint. If it loses rank 0, or has
-to end, its save is unknown until it has searched the root. While a save is opening or writing, its
-thread reads the program's memory; in every other state it does not.
+A rank that has voted can't tell alone whether rank 0 commits the checkpoint. If it loses rank 0, or
+has to end, its save is unknown until it has searched the root. While a save is opening or writing,
+its thread reads the program's memory; in every other state it does not.
 """
 
 import threading

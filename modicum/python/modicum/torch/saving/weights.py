@@ -285,7 +285,7 @@ def writing_of(
     for target, tensor in zip(recipe.targets, tensors, strict=True):
         expected, got = [*target["shape"]], [*tensor.tensor.shape]
         if got != expected:
-            what = "the tensor has another shape than in the checkpoint whose names the save takes:  "
+            what = "the tensor has another shape than in the source of this save: "
             what += "give SaveOptions(source=...), a checkpoint with the model's shapes"
             shapes = {"expected": str(expected), "got": str(got)}
             raise refusal("MISMATCH", what, tensor=target["name"], **shapes)

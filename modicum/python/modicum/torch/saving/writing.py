@@ -39,7 +39,7 @@ class WriteContext:
     """Where the checkpoint is written before it is published."""
     point: int
     """The random number at which the fingerprints of written elements are evaluated
-    (`StepSave.point`)."""
+    (`CheckpointSave.point`)."""
     threads: int
     snapshot: _modicum.Snapshot | None = None
     """For a save in the background."""
@@ -70,7 +70,7 @@ class StateWriting(Protocol):
 
     @property
     def published(self) -> dict[str, Any]:
-        """Keyword arguments of `StepSave.publish`."""
+        """Keyword arguments of `CheckpointSave.publish`."""
 
     @property
     def files(self) -> _modicum.SavePlan | _modicum.StateFiles:
@@ -214,11 +214,11 @@ def write_tensors(writing: Writing, where: WriteContext) -> Outcome:
     )
 
 
-class StepInFlight:
+class CheckpointInFlight:
     """On rank 0 the checkpoint of this save; empty on other ranks."""
 
     def __init__(self) -> None:
-        self.step: _modicum.StepSave | None = None
+        self.saving: _modicum.CheckpointSave | None = None
         self.damaged: list[dict[str, Any]] = []
         """A damaged checkpoint of the same number, as `_modicum.set_aside` describes it; on every
         rank."""
@@ -243,17 +243,17 @@ class StepInFlight:
             raise refusal("USAGE", what, tensor=name)
 
     def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
-        """Waits for a save in the background, then makes the checkpoint's directory, and first renames a
-        damaged checkpoint of its name. Collective. Returns the directory, without links in its path on
-        this node, and `WriteContext.point`. Raises `IoError` if an intact checkpoint has the name, or if
-        a rank does not see the directory."""
+        """Waits for a save in the background, then makes the checkpoint's directory, and first
+        renames a damaged checkpoint of its name. Collective. Returns the directory, without links
+        in its path on this node, and `WriteContext.point`. Raises `IoError` if an intact checkpoint
+        has the name, or if a rank does not see the directory."""
         in_flight.wait()
         if not arguments.get("inside"):
             self.damaged = set_damaged_aside(Path(arguments["root"]), arguments["step"], ranks)
 
         def make() -> list[Any]:
-            self.step = _modicum.StepSave(**arguments)
-            return [self.step.directory, str(self.step.point)]
+            self.saving = _modicum.CheckpointSave(**arguments)
+            return [self.saving.directory, str(self.saving.point)]
 
         (directory, point), _ = ranks.once(make, lambda: None)
         require_seen(Path(directory), ranks)
@@ -262,5 +262,5 @@ class StepInFlight:
     def end(self) -> None:
         """Removes the files unless the checkpoint was published. Called last, on every rank."""
         self.leave()
-        if self.step is not None:
-            self.step.discard()
+        if self.saving is not None:
+            self.saving.discard()

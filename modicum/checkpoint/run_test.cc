@@ -1,6 +1,6 @@
 // The record of a checkpoint under faults and power cuts, on files in memory that lose unsynced
 // writes.
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -17,11 +17,11 @@
 namespace modicum {
 namespace {
 
-const StepOwner kOwner{"host", 7, 11};
+const SaveOwner kOwner{"host", 7, 11};
 using Warnings = std::vector<std::string>;
 
-StepRecord record_of_step(const StepInFlight& step) {
-  StepRecord record{.step = step.step, .uuid = step.uuid, .world_size = 2, .tool = "modicum"};
+CheckpointRecord record_of_checkpoint(const CheckpointInFlight& step) {
+  CheckpointRecord record{.step = step.step, .uuid = step.uuid, .world_size = 2, .tool = "modicum"};
   for (const char* name : {"model.safetensors", "config.json"}) {
     const std::string text = fmt::format("{} of step {}", name, step.step);
     record.files.push_back({name, text.size(), text.size(), digest_of(text)});
@@ -33,8 +33,9 @@ StepRecord record_of_step(const StepInFlight& step) {
 }
 
 // Writes the files of the record, and syncs each of them, as the ranks do.
-void write_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
-  for (const StepFile& file : record.files) {
+void write_files(FileSystem& files, const CheckpointInFlight& step,
+                 const CheckpointRecord& record) {
+  for (const CheckpointFile& file : record.files) {
     const std::unique_ptr<File> out = files.create(join_path(step.directory, file.name));
     const std::string text = fmt::format("{} of step {}", file.name, step.step);
     out->write(std::as_bytes(std::span(text)), 0);
@@ -43,37 +44,37 @@ void write_files(FileSystem& files, const StepInFlight& step, const StepRecord& 
   }
 }
 
-void write_files(FileSystem& files, const StepInFlight& step) {
-  write_files(files, step, record_of_step(step));
+void write_files(FileSystem& files, const CheckpointInFlight& step) {
+  write_files(files, step, record_of_checkpoint(step));
 }
 
-Publication save_step(FileSystem& files, int64_t number) {
-  const StepInFlight step = begin_step(files, "/root", number, kOwner);
+Publication save_checkpoint(FileSystem& files, int64_t number) {
+  const CheckpointInFlight step = begin_checkpoint(files, "/root", number, kOwner);
   write_files(files, step);
-  return publish_step(files, step, record_of_step(step));
+  return publish_checkpoint(files, step, record_of_checkpoint(step));
 }
 
 const char* const kInside = "/root/checkpoint-1";
 
 // Publishes a checkpoint that also has a file in a subdirectory.
-Publication finish_inside(FileSystem& files, const StepInFlight& step) {
-  StepRecord record = record_of_step(step);
+Publication finish_inside(FileSystem& files, const CheckpointInFlight& step) {
+  CheckpointRecord record = record_of_checkpoint(step);
   const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
   const std::string text = fmt::format("{} of step {}", name, step.step);
   record.files.push_back({name, text.size(), text.size(), digest_of(text)});
   files.make_directory(join_path(step.directory, kStateDirectory));
   write_files(files, step, record);
-  return publish_step(files, step, record);
+  return publish_checkpoint(files, step, record);
 }
 
 Publication save_inside(FileSystem& files, int64_t number) {
-  return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
+  return finish_inside(files, begin_checkpoint_in(files, kInside, number, kOwner));
 }
 
 // Saves `saved`, as if it had begun after all others of the root.
-StepInFlight published(FileSystem& files, int64_t saved) {
-  StepInFlight step{.root = "/root", .step = saved};
-  for (const FoundStep& found : find_steps(files, "/root").found) {
+CheckpointInFlight published(FileSystem& files, int64_t saved) {
+  CheckpointInFlight step{.root = "/root", .step = saved};
+  for (const RunCheckpoint& found : find_checkpoints(files, "/root").found) {
     (found.step == saved ? step.uuid : step.committed[found.step]) = found.record.uuid;
   }
   return step;
@@ -83,8 +84,8 @@ std::optional<std::string> retain(FileSystem& files, size_t keep, int64_t saved)
   return keep_newest(files, published(files, saved), keep);
 }
 
-void expect_intact(FileSystem& files, const FoundStep& found) {
-  for (const StepFile& file : found.record.files) {
+void expect_intact(FileSystem& files, const RunCheckpoint& found) {
+  for (const CheckpointFile& file : found.record.files) {
     const std::string text =
         read_text(*files.open(join_path(found.path, file.name)), kLongestText, Category::io);
     EXPECT_EQ(digest_of(text), file.digest);
@@ -102,15 +103,15 @@ Category category_of(FunctionRef<void()> call) {
   return Category::count;
 }
 
-TEST(StepRecord, SurvivesARoundTrip) {
-  const StepRecord record = record_of_step({"/root", 12, "0123", "/root/.partial"});
+TEST(CheckpointRecord, SurvivesARoundTrip) {
+  const CheckpointRecord record = record_of_checkpoint({"/root", 12, "0123", "/root/.partial"});
   EXPECT_EQ(parse_record(record_json(record)), record);
 }
 
 // Catches: a record that is accepted although a member is missing, has the wrong type, or names a
 // file outside the checkpoint.
-TEST(StepRecord, InvalidRecordsAreRefused) {
-  const std::string good = record_json(record_of_step({"/root", 12, "0123", ""}));
+TEST(CheckpointRecord, InvalidRecordsAreRefused) {
+  const std::string good = record_json(record_of_checkpoint({"/root", 12, "0123", ""}));
   const auto with = [&](const std::string& from, const std::string& to) {
     std::string text = good;
     EXPECT_NE(text.find(from), std::string::npos) << from;
@@ -139,11 +140,12 @@ TEST(StepRecord, InvalidRecordsAreRefused) {
 
 TEST(Steps, TheNewestIntactStepIsChosen) {
   MemoryFileSystem files;
-  for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step).warnings, Warnings());
+  for (const int64_t step : {9, 10, 2})
+    EXPECT_EQ(save_checkpoint(files, step).warnings, Warnings());
   files.make_directory("/root/step-11");
-  files.put("/root/step-010/COMMIT", "{}");  // begin_step makes no such name
-  std::vector<SkippedStep> skipped;
-  const FoundStep found = newest_step(files, "/root", skipped);
+  files.put("/root/step-010/COMMIT", "{}");  // begin_checkpoint makes no such name
+  std::vector<SkippedCheckpoint> skipped;
+  const RunCheckpoint found = newest_checkpoint(files, "/root", skipped);
   EXPECT_EQ(found.step, 10);
   expect_intact(files, found);
   ASSERT_EQ(skipped.size(), 1U);
@@ -154,17 +156,17 @@ TEST(Steps, TheNewestIntactStepIsChosen) {
 
 TEST(Steps, SavingAnExistingStepIsAConflict) {
   MemoryFileSystem files;
-  save_step(files, 3);
+  save_checkpoint(files, 3);
   const std::string before = files.get("/root/step-3/manifest.json");
-  EXPECT_EQ(category_of([&] { save_step(files, 3); }), Category::conflict);
+  EXPECT_EQ(category_of([&] { save_checkpoint(files, 3); }), Category::conflict);
   // Both saves began before either was published.
-  const StepInFlight first = begin_step(files, "/root", 4, kOwner);
-  const StepInFlight two = begin_step(files, "/root", 4, kOwner);
-  for (const StepInFlight& step : {first, two}) write_files(files, step);
-  publish_step(files, first, record_of_step(first));
-  EXPECT_EQ(category_of([&] { publish_step(files, two, record_of_step(two)); }),
+  const CheckpointInFlight first = begin_checkpoint(files, "/root", 4, kOwner);
+  const CheckpointInFlight two = begin_checkpoint(files, "/root", 4, kOwner);
+  for (const CheckpointInFlight& step : {first, two}) write_files(files, step);
+  publish_checkpoint(files, first, record_of_checkpoint(first));
+  EXPECT_EQ(category_of([&] { publish_checkpoint(files, two, record_of_checkpoint(two)); }),
             Category::conflict);
-  EXPECT_EQ(open_step(files, "/root/step-4").record.uuid, first.uuid);
+  EXPECT_EQ(open_run_checkpoint(files, "/root/step-4").record.uuid, first.uuid);
   EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
 }
 
@@ -174,14 +176,14 @@ TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
   for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
     for (const bool removes : {true, false}) {
       MemoryFileSystem files;
-      save_step(files, 1);
-      save_step(files, 2);
+      save_checkpoint(files, 1);
+      save_checkpoint(files, 2);
       const std::string path = "/root/step-2/" + name;
       const std::string text = files.get(path);
       files.remove(path);
       if (!removes) files.put(path, text.substr(0, text.size() - 1));
-      std::vector<SkippedStep> skipped;
-      EXPECT_EQ(newest_step(files, "/root", skipped).step, 1);
+      std::vector<SkippedCheckpoint> skipped;
+      EXPECT_EQ(newest_checkpoint(files, "/root", skipped).step, 1);
       ASSERT_EQ(skipped.size(), 1U);
       EXPECT_NE(skipped[0].reason.find(name), std::string::npos) << skipped[0].reason;
     }
@@ -192,14 +194,14 @@ TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
 TEST(Steps, AnyFlippedBitIsDetected) {
   for (const char* name : {"manifest.json", "COMMIT"}) {
     MemoryFileSystem files;
-    save_step(files, 1);
+    save_checkpoint(files, 1);
     const std::string path = std::string("/root/step-1/") + name;
     const std::string text = files.get(path);
     for (size_t bit = 0; bit < 8 * text.size(); ++bit) {
       std::string flipped = text;
       flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << bit % 8));
       files.put(path, flipped);
-      EXPECT_NE(category_of([&] { open_step(files, "/root/step-1"); }), Category::count)
+      EXPECT_NE(category_of([&] { open_run_checkpoint(files, "/root/step-1"); }), Category::count)
           << name << " bit " << bit << ": " << flipped;
     }
   }
@@ -207,7 +209,7 @@ TEST(Steps, AnyFlippedBitIsDetected) {
 
 TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   MemoryFileSystem files;
-  for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
+  for (const int64_t step : {1, 2, 3, 4}) save_checkpoint(files, step);
   files.remove("/root/step-4/config.json");
   EXPECT_EQ(retain(files, 2, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"),
@@ -220,11 +222,12 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
 // retention keeps in place of an intact one.
 TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
   MemoryFileSystem files;
-  for (const int64_t step : {1, 2, 3}) save_step(files, step);
+  for (const int64_t step : {1, 2, 3}) save_checkpoint(files, step);
   files.put("/root/step-2/model.safetensors.index.json", "{}");
-  EXPECT_EQ(category_of([&] { check_step(files, "/root/step-2"); }), Category::integrity);
+  EXPECT_EQ(category_of([&] { check_run_checkpoint(files, "/root/step-2"); }), Category::integrity);
   files.put("/root/step-2/other.safetensors.index.json", "{}");
-  EXPECT_EQ(category_of([&] { check_step(files, "/root/step-2"); }), Category::index_ambiguous);
+  EXPECT_EQ(category_of([&] { check_run_checkpoint(files, "/root/step-2"); }),
+            Category::index_ambiguous);
   EXPECT_EQ(retain(files, 2, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{"latest", "step-1", "step-2", "step-3"}));
@@ -234,7 +237,7 @@ TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
 // exist.
 TEST(Steps, RetentionKeepsTheStepJustSaved) {
   MemoryFileSystem files;
-  for (const int64_t step : {100, 200, 300, 150}) save_step(files, step);
+  for (const int64_t step : {100, 200, 300, 150}) save_checkpoint(files, step);
   EXPECT_EQ(retain(files, 2, 150), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150", "step-300"}));
   EXPECT_EQ(retain(files, 1, 150), std::nullopt);
@@ -245,17 +248,17 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
   std::set<std::string> failed;
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
-    for (const int64_t step : {1, 2}) save_step(under, step);
+    for (const int64_t step : {1, 2}) save_checkpoint(under, step);
     RecordingFileSystem files(under, fail_at);
     const auto warning = keep_newest(files, published(under, 2), 1);
     if (files.calls().size() < static_cast<size_t>(fail_at)) break;
-    EXPECT_EQ(open_step(under, "/root/step-2").step, 2);
+    EXPECT_EQ(open_run_checkpoint(under, "/root/step-2").step, 2);
     const std::string what = files.calls()[static_cast<size_t>(fail_at) - 1].what;
     failed.insert(what);
     if (what == "rename") {
       EXPECT_NE(warning.value_or("").find("old checkpoints could not be removed: step-1: IO"),
                 std::string::npos);
-      EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
+      EXPECT_EQ(open_run_checkpoint(under, "/root/step-1").step, 1);
     } else if (what == "remove_tree") {  // of the renamed checkpoint
       EXPECT_NE(warning.value_or("").find("old checkpoints could not be removed: step-1: .trash-"),
                 std::string::npos);
@@ -273,25 +276,25 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
   std::string order = "aaabbb";
   do {
     MemoryFileSystem files;
-    save_step(files, 1);
-    std::array<std::optional<StepInFlight>, 2> steps;
+    save_checkpoint(files, 1);
+    std::array<std::optional<CheckpointInFlight>, 2> steps;
     std::array<int, 2> done{};
     int64_t last = 1;  // the checkpoint that was published last
     for (const char c : order) {
       const size_t i = c == 'a' ? 0 : 1;
       const int64_t number = i == 0 ? 5 : 6;
       const int part = done[i]++;
-      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner, true);
+      if (part == 0) steps[i] = begin_checkpoint(files, "/root", number, kOwner, true);
       if (part == 1) {
         write_files(files, *steps[i]);
-        publish_step(files, *steps[i], record_of_step(*steps[i]));
+        publish_checkpoint(files, *steps[i], record_of_checkpoint(*steps[i]));
         last = number;
       }
       if (part == 2) keep_newest(files, *steps[i], 1);
       EXPECT_TRUE(files.exists(fmt::format("/root/step-{}/COMMIT", last))) << order;
     }
     const bool at_once = !steps[0]->committed.contains(6) && !steps[1]->committed.contains(5);
-    EXPECT_EQ(find_steps(files, "/root").found.size(), at_once ? 2U : 1U) << order;
+    EXPECT_EQ(find_checkpoints(files, "/root").found.size(), at_once ? 2U : 1U) << order;
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
@@ -299,53 +302,53 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
 // there before it began.
 TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
   const auto save = [](FileSystem& files, int64_t number) {
-    const StepInFlight step = begin_step(files, "/root", number, kOwner, true);
+    const CheckpointInFlight step = begin_checkpoint(files, "/root", number, kOwner, true);
     write_files(files, step);
-    publish_step(files, step, record_of_step(step));
+    publish_checkpoint(files, step, record_of_checkpoint(step));
     keep_newest(files, step, 1);
     return step;
   };
   for (int64_t at = 1;; ++at) {
     MemoryFileSystem under;
-    save_step(under, 1);
+    save_checkpoint(under, 1);
     RecordingFileSystem files(under);
     bool is_hit = false;
     files.before_call(at, [&] {
       is_hit = true;
       save(under, 6);
     });
-    const StepInFlight step = save(files, 5);
+    const CheckpointInFlight step = save(files, 5);
     if (!is_hit) break;
     const bool is_first = step.committed.contains(6);
     EXPECT_EQ(under.exists("/root/step-6/COMMIT"), !is_first) << at;
     EXPECT_TRUE(!is_first || under.exists("/root/step-5/COMMIT")) << at;
-    EXPECT_EQ(find_steps(under, "/root").skipped.size(), 0U) << at;
+    EXPECT_EQ(find_checkpoints(under, "/root").skipped.size(), 0U) << at;
   }
 }
 
 // Catches: a save that removes old checkpoints although somebody has removed or replaced its own.
 TEST(Steps, RetentionNeedsTheStepJustSaved) {
   MemoryFileSystem files;
-  for (const int64_t step : {1, 2}) save_step(files, step);
-  StepInFlight step{.root = "/root", .step = 3, .uuid = "0"};
-  step.committed = {{1, open_step(files, "/root/step-1").record.uuid}};
+  for (const int64_t step : {1, 2}) save_checkpoint(files, step);
+  CheckpointInFlight step{.root = "/root", .step = 3, .uuid = "0"};
+  step.committed = {{1, open_run_checkpoint(files, "/root/step-1").record.uuid}};
   const std::string warning =
       "old checkpoints could not be removed: step-3 is no longer the one of this save";
   EXPECT_EQ(keep_newest(files, step, 1), warning);
-  save_step(files, 3);
+  save_checkpoint(files, 3);
   EXPECT_EQ(keep_newest(files, step, 1), warning);
-  EXPECT_EQ(find_steps(files, "/root").found.size(), 3U);
+  EXPECT_EQ(find_checkpoints(files, "/root").found.size(), 3U);
   // Step 1 has been saved again since the save began.
-  step.uuid = open_step(files, "/root/step-3").record.uuid;
+  step.uuid = open_run_checkpoint(files, "/root/step-3").record.uuid;
   step.committed = {{1, "0"}};
   EXPECT_EQ(keep_newest(files, step, 1), std::nullopt);
-  EXPECT_EQ(find_steps(files, "/root").found.size(), 3U);
+  EXPECT_EQ(find_checkpoints(files, "/root").found.size(), 3U);
 }
 
 // Catches: another program's manifest.json that makes a directory look like a saved checkpoint.
 TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
   MemoryFileSystem files;
-  save_step(files, 1);
+  save_checkpoint(files, 1);
   const std::string record = files.get("/root/step-1/manifest.json");
   EXPECT_TRUE(is_record(record));
   std::string later = record;
@@ -356,22 +359,22 @@ TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
     EXPECT_FALSE(is_record(text)) << text;
   }
   files.put("/a/step-1-hf/manifest.json", R"({"version": 1})");
-  EXPECT_FALSE(is_step(files, "/a/step-1-hf"));
+  EXPECT_FALSE(is_run_checkpoint(files, "/a/step-1-hf"));
   files.put("/a/checkpoint-7/manifest.json", record);
-  EXPECT_TRUE(is_step(files, "/a/checkpoint-7"));
+  EXPECT_TRUE(is_run_checkpoint(files, "/a/checkpoint-7"));
 }
 
 TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
   MemoryFileSystem files;
-  save_step(files, 1);
-  const StepInFlight live = begin_step(files, "/root", 2, {"host", 8, 11});
-  const StepInFlight dead = begin_step(files, "/root", 2, kOwner);
+  save_checkpoint(files, 1);
+  const CheckpointInFlight live = begin_checkpoint(files, "/root", 2, {"host", 8, 11});
+  const CheckpointInFlight dead = begin_checkpoint(files, "/root", 2, kOwner);
   write_files(files, dead);
   files.make_directory("/root/.partial-3-cut");
   files.put("/root/.latest-2-host-7-11-0", "step-2");
   files.put("/root/.latest-2-host-8-11-0", "step-2");
   files.put("/root/.trash-1/sub/file", "x");
-  const auto is_dead = [](const StepOwner& owner) {
+  const auto is_dead = [](const SaveOwner& owner) {
     return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
   };
   EXPECT_EQ(base_name(live.directory), ".partial-2-host-8-11-" + live.uuid);
@@ -392,24 +395,24 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
       MemoryFileSystem under;
       under.make_directory("/root");
       under.sync_directory("/");
-      save_step(under, 1);
+      save_checkpoint(under, 1);
       RecordingFileSystem files(under, fail_at);
       files.fail_with(error);
       bool is_saved = false;
-      std::optional<StepInFlight> step;
+      std::optional<CheckpointInFlight> step;
       try {
-        step = begin_step(files, "/root", 2, kOwner);
+        step = begin_checkpoint(files, "/root", 2, kOwner);
         write_files(files, *step);
-        is_saved = publish_step(files, *step, record_of_step(*step)).is_durable;
+        is_saved = publish_checkpoint(files, *step, record_of_checkpoint(*step)).is_durable;
         EXPECT_TRUE(is_saved) << fail_at;
       } catch (const Error&) {
         EXPECT_FALSE(under.exists("/root/step-2")) << fail_at;
-        if (step) discard_step(under, *step);
+        if (step) discard_checkpoint(under, *step);
       }
       if (is_saved) under.lose_unsynced();  // a checkpoint that was reported as saved must survive
-      const Steps steps = find_steps(under, "/root");
+      const FoundCheckpoints steps = find_checkpoints(under, "/root");
       ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
-      for (const FoundStep& found : steps.found) expect_intact(under, found);
+      for (const RunCheckpoint& found : steps.found) expect_intact(under, found);
       EXPECT_EQ(steps.found.back().step, 1) << fail_at;
       EXPECT_EQ(steps.found.size(), is_saved ? 2U : 1U) << fail_at;
       if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
@@ -424,22 +427,24 @@ TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
     for (int64_t cut_at = 1;; ++cut_at) {
       MemoryFileSystem under;
       under.make_directory("/root");
-      const StepInFlight step = is_inside ? begin_step_in(under, "/root/checkpoint-1", 2, kOwner)
-                                          : begin_step(under, "/root", 2, kOwner);
+      const CheckpointInFlight step =
+          is_inside ? begin_checkpoint_in(under, "/root/checkpoint-1", 2, kOwner)
+                    : begin_checkpoint(under, "/root", 2, kOwner);
       write_files(under, step);
       const std::string path = is_inside ? step.root : "/root/step-2";
       RecordingFileSystem files(under);
       files.cut_power_at(cut_at);  // all later calls fail, too
       try {
-        const Publication published = publish_step(files, step, record_of_step(step));
-        EXPECT_EQ(open_step(under, path).step, 2) << cut_at;
+        const Publication published = publish_checkpoint(files, step, record_of_checkpoint(step));
+        EXPECT_EQ(open_run_checkpoint(under, path).step, 2) << cut_at;
         if (!published.is_durable) {
           EXPECT_NE(published.warnings.front().find("may not survive a power cut"),
                     std::string::npos);
           ++warned;
         }
       } catch (const Error&) {
-        EXPECT_EQ(category_of([&] { open_step(under, path); }), Category::uncommitted) << cut_at;
+        EXPECT_EQ(category_of([&] { open_run_checkpoint(under, path); }), Category::uncommitted)
+            << cut_at;
       }
       if (static_cast<int64_t>(files.calls().size()) < cut_at) break;
     }
@@ -452,13 +457,13 @@ TEST(Steps, ARenameThatWasMadeDespiteItsErrorIsASavedStep) {
   MemoryFileSystem under;
   int64_t renames_at = 0;
   for (const bool is_lost : {false, true}) {
-    const StepInFlight step = begin_step(under, "/root", is_lost ? 2 : 1, kOwner);
+    const CheckpointInFlight step = begin_checkpoint(under, "/root", is_lost ? 2 : 1, kOwner);
     write_files(under, step);
     RecordingFileSystem files(under, is_lost ? renames_at : 0);
     const std::string to = fmt::format("/root/step-{}", step.step);
     if (is_lost) files.before_call(renames_at, [&] { under.rename_new(step.directory, to); });
-    EXPECT_EQ(publish_step(files, step, record_of_step(step)).warnings, Warnings());
-    EXPECT_EQ(open_step(under, to).record.uuid, step.uuid);
+    EXPECT_EQ(publish_checkpoint(files, step, record_of_checkpoint(step)).warnings, Warnings());
+    EXPECT_EQ(open_run_checkpoint(under, to).record.uuid, step.uuid);
     const std::vector<IoCall> calls = files.calls();
     const auto rename = std::find_if(calls.begin(), calls.end(),
                                      [](const IoCall& call) { return call.what == "rename_new"; });
@@ -472,14 +477,14 @@ TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
   RecordingFileSystem files(under);
   files.refuse_directory_syncs();
   for (const bool is_inside : {false, true}) {
-    const Publication published = is_inside ? save_inside(files, 1) : save_step(files, 1);
+    const Publication published = is_inside ? save_inside(files, 1) : save_checkpoint(files, 1);
     EXPECT_FALSE(published.is_durable);
     EXPECT_EQ(
         published.warnings,
         Warnings{"a directory can't be synced here, so the result may not survive a power cut"});
   }
-  EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
-  EXPECT_EQ(open_step(under, kInside).step, 1);
+  EXPECT_EQ(open_run_checkpoint(under, "/root/step-1").step, 1);
+  EXPECT_EQ(open_run_checkpoint(under, kInside).step, 1);
 }
 
 struct PowerCut {};
@@ -493,7 +498,7 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
     MemoryFileSystem under;
     under.make_directory("/root");
     under.sync_directory("/");
-    save_step(under, 1);
+    save_checkpoint(under, 1);
     RecordingFileSystem files(under);
     bool is_cut = false;
     files.before_call(cut_at, [&] {
@@ -502,15 +507,15 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
     });
     bool is_saved = false;
     try {
-      save_step(files, 2);
+      save_checkpoint(files, 2);
       is_saved = true;
     } catch (const PowerCut&) {
     }
     under.lose_unsynced();
-    const Steps steps = find_steps(under, "/root");
+    const FoundCheckpoints steps = find_checkpoints(under, "/root");
     ASSERT_EQ(steps.skipped.size(), 0U) << cut_at << ": " << steps.skipped.front().reason;
     ASSERT_GE(steps.found.size(), 1U) << cut_at;
-    for (const FoundStep& found : steps.found) expect_intact(under, found);
+    for (const RunCheckpoint& found : steps.found) expect_intact(under, found);
     EXPECT_EQ(steps.found.back().step, 1) << cut_at;
     if (is_saved) {
       EXPECT_EQ(steps.found.front().step, 2) << cut_at;
@@ -544,7 +549,8 @@ bool has_name_in_flight(FileSystem& files) {
 // case a `.partial-` directory must distinguish it from another program's directory. `cut_at`: the
 // number of the call that failed.
 void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
-  const Category category = category_of([&] { expect_intact(files, open_step(files, kInside)); });
+  const Category category =
+      category_of([&] { expect_intact(files, open_run_checkpoint(files, kInside)); });
   if (category == Category::count) return;
   EXPECT_EQ(category, Category::uncommitted) << cut_at;
   EXPECT_TRUE(has_name_in_flight(files)) << cut_at;
@@ -553,17 +559,17 @@ void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
 TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   MemoryFileSystem files;
   put_directory(files, 1);
-  StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
-  EXPECT_EQ(category_of([&] { open_step(files, kInside); }), Category::uncommitted);
+  CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
+  EXPECT_EQ(category_of([&] { open_run_checkpoint(files, kInside); }), Category::uncommitted);
   write_files(files, step);
-  StepRecord record = record_of_step(step);
+  CheckpointRecord record = record_of_checkpoint(step);
   // The new checkpoint has no model.safetensors, so that of the last checkpoint must be removed.
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
-  EXPECT_EQ(publish_step(files, step, record).warnings.size(), 1U);  // of the lost state
+  EXPECT_EQ(publish_checkpoint(files, step, record).warnings.size(), 1U);  // of the lost state
   EXPECT_EQ(files.list(kInside), (std::vector<std::string>{"COMMIT", "a.b", "config.json",
                                                            "manifest.json", "trainer_state.json"}));
-  EXPECT_EQ(open_step(files, kInside).record, record);
+  EXPECT_EQ(open_run_checkpoint(files, kInside).record, record);
 }
 
 // Saves a checkpoint whose weights have these names into a directory that has the weights of
@@ -574,16 +580,16 @@ std::vector<std::string> weights_after(const std::vector<std::string>& saved,
   files.make_directory("/root");
   files.make_directory(kInside);
   for (const std::string& name : others) files.put(join_path(kInside, name), "another's");
-  const StepInFlight step = begin_step_in(files, kInside, 1, kOwner);
-  StepRecord record = record_of_step(step);
+  const CheckpointInFlight step = begin_checkpoint_in(files, kInside, 1, kOwner);
+  CheckpointRecord record = record_of_checkpoint(step);
   record.files.clear();
   for (const std::string& name : saved) {
     const std::string text = fmt::format("{} of step {}", name, step.step);
     record.files.push_back({name, text.size(), text.size(), digest_of(text)});
   }
   write_files(files, step, record);
-  EXPECT_EQ(publish_step(files, step, record).warnings, Warnings());
-  expect_intact(files, open_step(files, kInside));
+  EXPECT_EQ(publish_checkpoint(files, step, record).warnings, Warnings());
+  expect_intact(files, open_run_checkpoint(files, kInside));
   std::vector<std::string> names = files.list(kInside);
   std::erase(names, "COMMIT");
   std::erase(names, "manifest.json");
@@ -612,9 +618,9 @@ TEST(StepInside, ReplacesTheWeightsOfAnotherProgram) {
 TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
   MemoryFileSystem files;
   put_directory(files, 1);
-  const StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
+  const CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
   write_files(files, step);
-  EXPECT_EQ(publish_step(files, step, record_of_step(step)).warnings,
+  EXPECT_EQ(publish_checkpoint(files, step, record_of_checkpoint(step)).warnings,
             Warnings{"the previous save's files in optimizer/ were removed; this save has none"});
   EXPECT_FALSE(files.exists(join_path(kInside, kStateDirectory)));
   EXPECT_EQ(save_inside(files, 3).warnings, Warnings());
@@ -624,9 +630,9 @@ TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
 TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {
   MemoryFileSystem files;
   put_directory(files, 1);
-  const StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
+  const CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
   write_files(files, step);
-  discard_step(files, step);
+  discard_checkpoint(files, step);
   EXPECT_EQ(files.list(step.directory), std::vector<std::string>());
   expect_whole_or_uncommitted(files, 0);
 }
@@ -638,18 +644,18 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
     put_directory(under, 1);
     RecordingFileSystem files(under, fail_at);
     bool is_saved = false;
-    std::optional<StepInFlight> step;
+    std::optional<CheckpointInFlight> step;
     try {
-      step = begin_step_in(files, kInside, 2, kOwner);
+      step = begin_checkpoint_in(files, kInside, 2, kOwner);
       is_saved = finish_inside(files, *step).is_durable;
       EXPECT_TRUE(is_saved) << fail_at;
     } catch (const Error&) {
-      if (step) discard_step(under, *step);
+      if (step) discard_checkpoint(under, *step);
     }
     if (is_saved) under.lose_unsynced();
     expect_whole_or_uncommitted(under, fail_at);
     if (is_saved) {
-      EXPECT_EQ(open_step(under, kInside).step, 2) << fail_at;
+      EXPECT_EQ(open_run_checkpoint(under, kInside).step, 2) << fail_at;
     }
     if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
   }
@@ -679,7 +685,7 @@ TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
       if (loses) under.lose_unsynced();
       expect_whole_or_uncommitted(under, cut_at);
       if (is_saved) {
-        EXPECT_EQ(open_step(under, kInside).step, 2) << cut_at;
+        EXPECT_EQ(open_run_checkpoint(under, kInside).step, 2) << cut_at;
       }
     }
     if (!is_cut) break;

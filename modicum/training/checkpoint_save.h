@@ -25,10 +25,10 @@ void require_recordable(const SavePlan& plan, const Manifest* state,
 std::optional<std::string> state_recipe_text(const Plan& plan);
 
 // A published checkpoint.
-struct SavedStep {
+struct SavedCheckpoint {
   int64_t step = 0;
   std::string path;
-  StepRecord record;
+  CheckpointRecord record;
   uint64_t written_bytes = 0;  // all files but the data files
   bool is_durable = true;      // Publication::is_durable
   int64_t durable_ns = 0;      // by SteadyClock
@@ -48,14 +48,14 @@ struct NewFile {
 struct CarriedFiles {
   CarriedFiles() = default;
   // `state`: the manifest of the checkpoint's state.
-  CarriedFiles(const FoundStep& step, const Manifest& state);
+  CarriedFiles(const RunCheckpoint& resumed, const Manifest& state);
 
   std::string directory;  // the checkpoint
-  std::vector<StepFile> files;
+  std::vector<CheckpointFile> files;
   int world_size = 0;
 };
 
-// What StepSave::publish does besides.
+// What CheckpointSave::publish does besides.
 struct PublishOptions {
   std::vector<NewFile> more;              // files of the caller
   const CarriedFiles* carried = nullptr;  // none
@@ -67,37 +67,37 @@ struct PublishOptions {
 
 // Call it before a save of `step`. If the root has a checkpoint of this number, reads all of it, on
 // several threads, and renames it if it is damaged; see set_aside. An intact one stays, and so does
-// a link or a file of this name: begin_step refuses them. Calls `poll` before each read, on any
-// thread; see verify_step. Throws errors of the reads that are no damage (is_damage).
-std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
-                                             int64_t step, FunctionRef<void()> poll);
-std::string warning_of(const DamagedStep& damaged);
+// a link or a file of this name: begin_checkpoint refuses them. Calls `poll` before each read, on
+// any thread; see verify_checkpoint. Throws errors of the reads that are no damage (is_damage).
+std::optional<DamagedCheckpoint> set_damaged_aside(FileSystem& files, const std::string& root,
+                                                   int64_t step, FunctionRef<void()> poll);
+std::string warning_of(const DamagedCheckpoint& damaged);
 
 // Construct it before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
 // destructor removes the written files unless the checkpoint was published. Not thread-safe. The
 // process that constructs it owns the checkpoint (owner.h); in a forked child the destructor does
 // nothing.
-class StepSave {
+class CheckpointSave {
  public:
   // Also removes files that dead processes have left in the root. `has_state`: makes
   // the directory of an optimizer's state. `keep`: the number of intact checkpoints to keep; empty:
-  // all. Throws the errors of begin_step.
-  StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false,
-           std::optional<size_t> keep = {});
-  // The checkpoint becomes `inside.directory` itself; see begin_step_in. The source's files that
-  // are not tensors, such as its tokenizer, are copied only if the directory has no file of that
-  // name, and are not in the record: others may replace them.
-  struct StepDirectory {
+  // all. Throws the errors of begin_checkpoint.
+  CheckpointSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false,
+                 std::optional<size_t> keep = {});
+  // The checkpoint becomes `inside.directory` itself; see begin_checkpoint_in. The source's files
+  // that are not tensors, such as its tokenizer, are copied only if the directory has no file of
+  // that name, and are not in the record: others may replace them.
+  struct OuterDirectory {
     std::string directory;
   };
-  StepSave(FileSystem& files, const StepDirectory& inside, int64_t step);
-  ~StepSave();
-  StepSave(const StepSave&) = delete;
-  StepSave& operator=(const StepSave&) = delete;
+  CheckpointSave(FileSystem& files, const OuterDirectory& inside, int64_t step);
+  ~CheckpointSave();
+  CheckpointSave(const CheckpointSave&) = delete;
+  CheckpointSave& operator=(const CheckpointSave&) = delete;
 
-  const std::string& directory() const noexcept { return step_.directory; }  // its real path
-  std::string state_directory() const { return join_path(step_.directory, kStateDirectory); }
+  const std::string& directory() const noexcept { return in_flight_.directory; }  // its real path
+  std::string state_directory() const { return join_path(in_flight_.directory, kStateDirectory); }
   uint64_t point() const;  // for ChunkSums
   // The optimizer's state that the ranks have saved.
   struct SavedState {
@@ -107,27 +107,27 @@ class StepSave {
   // Proves the sums, writes the other files and the record, and commits. Then removes old
   // checkpoints of the root, if `keep` was given; see keep_newest. Throws INTEGRITY, naming the
   // tensor, if an element was not written exactly once; CONFLICT if another process has published
-  // the checkpoint, or has taken this one for left over; and the errors of publish_step.
-  SavedStep publish(const Checkpoint& source, const SavePlan& plan,
-                    const std::optional<SavedState>& state = {},
-                    const PublishOptions& options = {});
+  // the checkpoint, or has taken this one for left over; and the errors of publish_checkpoint.
+  SavedCheckpoint publish(const Checkpoint& source, const SavePlan& plan,
+                          const std::optional<SavedState>& state = {},
+                          const PublishOptions& options = {});
 
  private:
-  void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
-                std::vector<StepTensor>& tensors);
+  void add_part(SavedCheckpoint& saved, const std::string& prefix, const Manifest& manifest,
+                std::vector<CheckpointTensor>& tensors);
   void merge_sums(ChunkSums& sums, const std::string& prefix, int ranks);
-  void add_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved);
-  void place_companion(SavedStep& saved, const StepFile& file);
-  void add_file(SavedStep& saved, const std::string& name, const std::string& text);
-  void add_record(SavedStep& saved, StepFile file);
-  void add_written(SavedStep& saved, const NewFile& file);
-  void add_carried(SavedStep& saved, const CarriedFiles& carried);
-  void commit(const PublishOptions& options, SavedStep& saved);
+  void add_companions(const Checkpoint& source, const SavePlan& plan, SavedCheckpoint& saved);
+  void place_companion(SavedCheckpoint& saved, const CheckpointFile& file);
+  void add_file(SavedCheckpoint& saved, const std::string& name, const std::string& text);
+  void add_record(SavedCheckpoint& saved, CheckpointFile file);
+  void add_written(SavedCheckpoint& saved, const NewFile& file);
+  void add_carried(SavedCheckpoint& saved, const CarriedFiles& carried);
+  void commit(const PublishOptions& options, SavedCheckpoint& saved);
 
   FileSystem& files_;
   const std::string root_;  // as the caller has named it
   const std::optional<size_t> keep_;
-  const StepInFlight step_;
+  const CheckpointInFlight in_flight_;
   const int pid_;
   const std::unique_ptr<OwnerFile> owner_;
   const std::vector<std::string> warnings_;  // of what remains of other saves

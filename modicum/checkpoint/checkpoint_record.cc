@@ -9,7 +9,7 @@
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/checkpoint/record_text.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 #include "modicum/json/json.h"
 
 namespace modicum {
@@ -41,8 +41,8 @@ bool is_plain_name(std::string_view name) {
          name.find('\0') == std::string_view::npos;
 }
 
-StepFile read_step_file(JsonValue& value) {
-  StepFile file;
+CheckpointFile read_checkpoint_file(JsonValue& value) {
+  CheckpointFile file;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
@@ -62,7 +62,7 @@ uint64_t chunks_of(uint64_t bytes) noexcept {
 
 // Readers use the digests as those of the tensor's chunks, one after another. A tensor without a
 // name is refused so that the memory of all tensors is in proportion to the text.
-void prove_tensor(const StepTensor& tensor) {
+void prove_tensor(const CheckpointTensor& tensor) {
   const std::optional<uint64_t> bytes = checked_bytes(tensor.spec.dtype, tensor.spec.shape);
   if (tensor.spec.fqn.empty()) refuse("a tensor has no name");
   if (!bytes) refuse("a tensor's size does not fit 64 bits");
@@ -77,8 +77,8 @@ void prove_tensor(const StepTensor& tensor) {
   }
 }
 
-StepTensor read_tensor(JsonValue& value) {
-  StepTensor tensor;
+CheckpointTensor read_tensor(JsonValue& value) {
+  CheckpointTensor tensor;
   bool has_dtype = false;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") tensor.spec.fqn = member.string();
@@ -100,7 +100,7 @@ StepTensor read_tensor(JsonValue& value) {
   return tensor;
 }
 
-void file_object(JsonWriter& out, const StepFile& file) {
+void file_object(JsonWriter& out, const CheckpointFile& file) {
   out.begin_object()
       .member("name", file.name)
       .member("bytes", file.bytes)
@@ -109,7 +109,7 @@ void file_object(JsonWriter& out, const StepFile& file) {
       .end_object();
 }
 
-void tensor_object(JsonWriter& out, const StepTensor& tensor, bool with_checksums) {
+void tensor_object(JsonWriter& out, const CheckpointTensor& tensor, bool with_checksums) {
   const TensorSpec& spec = tensor.spec;
   out.begin_object().member("name", spec.fqn).member("dtype", stored_name(spec.dtype));
   out.key("shape").begin_array();
@@ -136,11 +136,12 @@ uint64_t tensor_bytes(const TensorSpec& spec, uint64_t chunks) {
 
 }  // namespace
 
-std::string record_json(const StepRecord& record, bool with_checksums) {
+std::string record_json(const CheckpointRecord& record, bool with_checksums) {
   JsonWriter out;
-  const auto tensors_member = [&](std::string_view key, const std::vector<StepTensor>& tensors) {
+  const auto tensors_member = [&](std::string_view key,
+                                  const std::vector<CheckpointTensor>& tensors) {
     out.key(key).begin_array();
-    for (const StepTensor& tensor : tensors) tensor_object(out, tensor, with_checksums);
+    for (const CheckpointTensor& tensor : tensors) tensor_object(out, tensor, with_checksums);
     out.end_array();
   };
   out.begin_object()
@@ -150,7 +151,7 @@ std::string record_json(const StepRecord& record, bool with_checksums) {
       .member("world_size", record.world_size)
       .member("tool", record.tool);
   out.key("files").begin_array();
-  for (const StepFile& file : record.files) file_object(out, file);
+  for (const CheckpointFile& file : record.files) file_object(out, file);
   out.end_array();
   tensors_member("tensors", record.tensors);
   tensors_member("state", record.state);
@@ -203,8 +204,8 @@ bool is_record(const std::string& text) {
   return has_version && has_step && has_uuid;
 }
 
-StepRecord parse_record(const std::string& text) {
-  StepRecord record;
+CheckpointRecord parse_record(const std::string& text) {
+  CheckpointRecord record;
   std::optional<int64_t> version;
   try {
     read_json(text, [&](JsonValue& root) {
@@ -218,7 +219,8 @@ StepRecord parse_record(const std::string& text) {
         if (key == "world_size") record.world_size = static_cast<int>(member.integer());
         if (key == "tool") record.tool = member.string();
         if (key == "files") {
-          member.array([&](JsonValue& file) { record.files.push_back(read_step_file(file)); });
+          member.array(
+              [&](JsonValue& file) { record.files.push_back(read_checkpoint_file(file)); });
         }
         if (key == "tensors" || key == "state") {
           auto& tensors = key == "state" ? record.state : record.tensors;

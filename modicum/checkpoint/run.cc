@@ -1,4 +1,4 @@
-#include "modicum/checkpoint/step_files.h"
+#include "modicum/checkpoint/run_files.h"
 
 #include <fmt/format.h>
 
@@ -24,30 +24,31 @@ bool parse_digits(std::string_view digits, Number& number) {
 }
 
 // The name holds the owner, so that a directory in flight has an owner from the start.
-std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_view uuid) {
+std::string name_in_flight(int64_t step, const SaveOwner& owner, std::string_view uuid) {
   return fmt::format("{}{}-{}-{}-{}-{}", kPartialPrefix, step, owner.host, owner.pid, owner.started,
                      uuid);
 }
 
 }  // namespace
 
-void make_in_flight(FileSystem& files, const StepOwner& owner, StepInFlight& step) {
-  step.owner = owner;
-  step.directory = join_path(step.root, name_in_flight(step.step, owner, step.uuid));
-  files.make_directory(step.directory);
-  if (const auto entry = files.entry(step.directory)) step.user = entry->owner;
+void make_in_flight(FileSystem& files, const SaveOwner& owner, CheckpointInFlight& in_flight) {
+  in_flight.owner = owner;
+  in_flight.directory =
+      join_path(in_flight.root, name_in_flight(in_flight.step, owner, in_flight.uuid));
+  files.make_directory(in_flight.directory);
+  if (const auto entry = files.entry(in_flight.directory)) in_flight.user = entry->owner;
 }
 
-bool sync_directories(FileSystem& files, const std::string& step) {
+bool sync_directories(FileSystem& files, const std::string& checkpoint) {
   bool is_durable = true;
   for (const char* const name : kDirectories) {
-    const std::string directory = join_path(step, name);
+    const std::string directory = join_path(checkpoint, name);
     if (files.is_directory(directory)) is_durable &= files.sync_directory(directory);
   }
   return is_durable;
 }
 
-std::string commit_json(const StepRecord& record, const std::string& manifest) {
+std::string commit_json(const CheckpointRecord& record, const std::string& manifest) {
   JsonWriter out;
   out.begin_object()
       .member("step", record.step)
@@ -67,7 +68,7 @@ std::string make_uuid() {
 
 std::string step_name(int64_t step) { return fmt::format("{}{}", kStepPrefix, step); }
 
-std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix) {
+std::optional<SaveOwner> owner_in(std::string_view name, std::string_view prefix) {
   enum { kStep, kHost, kPid, kStarted, kUuid, kParts };
   std::array<std::string_view, kParts> parts;
   std::string_view rest = name.substr(prefix.size());
@@ -77,7 +78,7 @@ std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix
     parts[i] = rest.substr(0, end);
     if (i != kUuid) rest.remove_prefix(end + 1);
   }
-  StepOwner owner{.host = std::string(parts[kHost])};
+  SaveOwner owner{.host = std::string(parts[kHost])};
   if (!parse_digits(parts[kPid], owner.pid) || !parse_digits(parts[kStarted], owner.started)) {
     return std::nullopt;
   }
@@ -108,7 +109,7 @@ Digest digest_of(File& file, uint64_t bytes) {
 
 namespace {
 
-std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::string& root) {
+std::map<int64_t, std::string> committed_checkpoints(FileSystem& files, const std::string& root) {
   std::map<int64_t, std::string> uuids;
   for (const std::string& name : files.list(root)) {
     const std::optional<int64_t> step = step_of(name);
@@ -120,8 +121,8 @@ std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::str
 
 }  // namespace
 
-StepInFlight begin_step(FileSystem& files, const std::string& root_given, int64_t step,
-                        const StepOwner& owner, bool retains) {
+CheckpointInFlight begin_checkpoint(FileSystem& files, const std::string& root_given, int64_t step,
+                                    const SaveOwner& owner, bool retains) {
   const std::string root = real_directory(files, root_given);
   bool is_durable = true;
   if (!files.is_directory(root)) {
@@ -131,9 +132,9 @@ StepInFlight begin_step(FileSystem& files, const std::string& root_given, int64_
   if (is_listed(files, root, step_name(step))) {
     fail(Category::conflict, "the checkpoint has been saved already", {.file = step_name(step)});
   }
-  StepInFlight in_flight{root, step, make_uuid(), ""};
+  CheckpointInFlight in_flight{root, step, make_uuid(), ""};
   in_flight.is_durable = is_durable;
-  if (retains) in_flight.committed = committed_steps(files, root);
+  if (retains) in_flight.committed = committed_checkpoints(files, root);
   make_in_flight(files, owner, in_flight);
   return in_flight;
 }
@@ -142,7 +143,7 @@ namespace {
 
 // Writes manifest.json, without checksums if it would be too long with them. Returns its text.
 std::string write_manifest(FileSystem& files, const std::string& directory,
-                           const StepRecord& record) {
+                           const CheckpointRecord& record) {
   std::string manifest = record_json(record);
   if (manifest.size() > kLongestText) manifest = record_json(record, false);
   require_readable(manifest.size(), kManifest);
@@ -152,7 +153,8 @@ std::string write_manifest(FileSystem& files, const std::string& directory,
 
 }  // namespace
 
-bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record) {
+bool commit_in_place(FileSystem& files, const std::string& directory,
+                     const CheckpointRecord& record) {
   const std::string manifest = write_manifest(files, directory, record);
   bool is_durable = sync_directories(files, directory);
   // Also syncs the directory, and with it the names of all files, before the checkpoint is visible.
@@ -161,20 +163,23 @@ bool commit_in_place(FileSystem& files, const std::string& directory, const Step
   return is_durable;
 }
 
-Publication publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
-  if (step.is_inside) {
-    Publication published =
-        publish_inside(files, step, record, write_manifest(files, step.directory, record));
-    published.depend_on(step.is_durable);
+Publication publish_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight,
+                               const CheckpointRecord& record) {
+  if (in_flight.is_inside) {
+    Publication published = publish_inside(files, in_flight, record,
+                                           write_manifest(files, in_flight.directory, record));
+    published.depend_on(in_flight.is_durable);
     return published;
   }
-  const bool is_durable = commit_in_place(files, step.directory, record);
-  const std::string name = step_name(step.step);
-  Publication published = publish_directory(files, step.directory, join_path(step.root, name));
-  published.depend_on(is_durable && step.is_durable);
-  const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
+  const bool is_durable = commit_in_place(files, in_flight.directory, record);
+  const std::string name = step_name(in_flight.step);
+  Publication published =
+      publish_directory(files, in_flight.directory, join_path(in_flight.root, name));
+  published.depend_on(is_durable && in_flight.is_durable);
+  const std::string save_name = base_name(in_flight.directory).substr(kPartialPrefix.size());
   try {
-    replace_durably(files, {step.root, "latest", fmt::format("{}{}", kLatestPrefix, in_flight)},
+    replace_durably(files,
+                    {in_flight.root, "latest", fmt::format("{}{}", kLatestPrefix, save_name)},
                     name + "\n");
   } catch (const Error& error) {
     published.warnings.push_back(
@@ -183,10 +188,10 @@ Publication publish_step(FileSystem& files, const StepInFlight& step, const Step
   return published;
 }
 
-void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
+void discard_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight) noexcept {
   try {
-    if (step.is_inside) return files.empty_directory(step.directory);
-    (void)remove_by_trash(files, step.root, base_name(step.directory));  // as below
+    if (in_flight.is_inside) return files.empty_directory(in_flight.directory);
+    (void)remove_by_trash(files, in_flight.root, base_name(in_flight.directory));  // as below
   } catch (const Error&) {
     // The rest is not visible as a checkpoint; a later save removes it.
   }

@@ -1,5 +1,5 @@
 // A checkpoint inside the directory of another program: begun, published.
-#include "modicum/checkpoint/step_files.h"
+#include "modicum/checkpoint/run_files.h"
 
 #include <fmt/format.h>
 
@@ -37,7 +37,7 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
     if (!files.exists(join_path(directory, kManifest))) return names;
     const std::string manifest = text_of(files, directory, kManifest);
     if (!is_record(manifest)) return names;
-    for (const StepFile& file : parse_record(manifest).files) {
+    for (const CheckpointFile& file : parse_record(manifest).files) {
       const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
       if (has_tensors || file.name.find('/') != std::string::npos) names.push_back(file.name);
     }
@@ -50,15 +50,16 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
 
 // Removes the subdirectories that only the previous checkpoint had. `stale`: its files that were
 // removed. Returns a warning if there are any.
-std::optional<std::string> remove_directories(FileSystem& files, const StepInFlight& step,
+std::optional<std::string> remove_directories(FileSystem& files,
+                                              const CheckpointInFlight& in_flight,
                                               const std::vector<std::string>& stale) {
   std::optional<std::string> warning;
   for (const char* const name : kDirectories) {
-    const std::string directory = join_path(step.root, name);
+    const std::string directory = join_path(in_flight.root, name);
     const bool is_stale = std::any_of(stale.begin(), stale.end(), [&](const std::string& file) {
       return file.starts_with(fmt::format("{}/", name));
     });
-    if (!is_stale || files.is_directory(join_path(step.directory, name))) continue;
+    if (!is_stale || files.is_directory(join_path(in_flight.directory, name))) continue;
     if (files.is_directory(directory) && files.list(directory).empty()) files.remove(directory);
     warning = fmt::format("{}the previous save's files in {}/ were removed; this save has none",
                           warning ? *warning + "; " : "", name);
@@ -69,66 +70,69 @@ std::optional<std::string> remove_directories(FileSystem& files, const StepInFli
 // Renames the files of a checkpoint into the directory that becomes the checkpoint. Then removes
 // the files that no new file has replaced: those of the previous checkpoint, and other weights of a
 // whole model, which readers would take for the checkpoint's.
-Publication place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
-  refuse_links(files, step.root);
-  std::vector<std::string> stale = tensor_files_of(files, step.root);
+Publication place_files(FileSystem& files, const CheckpointInFlight& in_flight,
+                        const CheckpointRecord& record) {
+  refuse_links(files, in_flight.root);
+  std::vector<std::string> stale = tensor_files_of(files, in_flight.root);
   // Next to adapters, weights of another program may be the base model.
   if (std::any_of(record.files.begin(), record.files.end(),
-                  [](const StepFile& file) { return is_weights_name(file.name); })) {
-    const std::vector<std::string> weights = weights_in(files, step.root);
+                  [](const CheckpointFile& file) { return is_weights_name(file.name); })) {
+    const std::vector<std::string> weights = weights_in(files, in_flight.root);
     stale.insert(stale.end(), weights.begin(), weights.end());
   }
   for (const char* const name : kDirectories) {
-    const std::string to = join_path(step.root, name);
-    const bool is_needed = files.is_directory(join_path(step.directory, name));
+    const std::string to = join_path(in_flight.root, name);
+    const bool is_needed = files.is_directory(join_path(in_flight.directory, name));
     if (is_needed && !files.is_directory(to)) files.make_directory(to);
   }
-  for (const StepFile& file : record.files) {
-    files.rename(join_path(step.directory, file.name), join_path(step.root, file.name));
+  for (const CheckpointFile& file : record.files) {
+    files.rename(join_path(in_flight.directory, file.name), join_path(in_flight.root, file.name));
     std::erase(stale, file.name);
   }
-  files.rename(join_path(step.directory, kManifest), join_path(step.root, kManifest));
+  files.rename(join_path(in_flight.directory, kManifest), join_path(in_flight.root, kManifest));
   for (const std::string& name : stale) {
-    if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
+    if (files.exists(join_path(in_flight.root, name)))
+      files.remove(join_path(in_flight.root, name));
   }
   Publication placed;
-  if (const auto warning = remove_directories(files, step, stale)) {
+  if (const auto warning = remove_directories(files, in_flight, stale)) {
     placed.warnings.push_back(*warning);
   }
-  placed.depend_on(sync_directories(files, step.root));
-  placed.depend_on(files.sync_directory(step.root));
+  placed.depend_on(sync_directories(files, in_flight.root));
+  placed.depend_on(files.sync_directory(in_flight.root));
   return placed;
 }
 
-Publication commit_inside(FileSystem& files, const StepInFlight& step, const std::string& text) {
-  replace(files, {step.root, kCommit, ".COMMIT"}, text);
-  return make_durable_or_take_back([&] { return files.sync_directory(step.root); },
-                                   [&] { files.remove(join_path(step.root, kCommit)); });
+Publication commit_inside(FileSystem& files, const CheckpointInFlight& in_flight,
+                          const std::string& text) {
+  replace(files, {in_flight.root, kCommit, ".COMMIT"}, text);
+  return make_durable_or_take_back([&] { return files.sync_directory(in_flight.root); },
+                                   [&] { files.remove(join_path(in_flight.root, kCommit)); });
 }
 
 }  // namespace
 
-Publication publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
-                           const std::string& manifest) {
-  Publication published = place_files(files, step, record);
-  published.take_in(commit_inside(files, step, commit_json(record, manifest)));
+Publication publish_inside(FileSystem& files, const CheckpointInFlight& in_flight,
+                           const CheckpointRecord& record, const std::string& manifest) {
+  Publication published = place_files(files, in_flight, record);
+  published.take_in(commit_inside(files, in_flight, commit_json(record, manifest)));
   try {
-    files.remove_tree(step.directory);
+    files.remove_tree(in_flight.directory);
   } catch (const Error& error) {
     published.warnings.push_back(
         fmt::format("the checkpoint is saved, but {} could not be removed: {}",
-                    base_name(step.directory), error.what()));
+                    base_name(in_flight.directory), error.what()));
   }
   return published;
 }
 
-StepInFlight begin_step_in(FileSystem& files, const std::string& directory_given, int64_t step,
-                           const StepOwner& owner) {
+CheckpointInFlight begin_checkpoint_in(FileSystem& files, const std::string& directory_given,
+                                       int64_t step, const SaveOwner& owner) {
   const std::string directory = real_directory(files, directory_given);
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
   tensor_files_of(files, directory);  // refuses a checkpoint of a later version
-  StepInFlight in_flight{directory, step, make_uuid(), "", true};
+  CheckpointInFlight in_flight{directory, step, make_uuid(), "", true};
   // Other programs make this directory just before the save.
   in_flight.is_durable = files.sync_directory(parent_path(directory));
   make_in_flight(files, owner, in_flight);

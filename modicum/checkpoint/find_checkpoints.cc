@@ -7,7 +7,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/parts.h"
-#include "modicum/checkpoint/step.h"
+#include "modicum/checkpoint/run.h"
 
 namespace modicum {
 
@@ -20,52 +20,51 @@ std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root) {
   return numbers;
 }
 
-std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
-                                                                 const std::string& root,
-                                                                 int64_t step) {
+std::optional<std::variant<RunCheckpoint, SkippedCheckpoint>> examine_checkpoint(
+    FileSystem& files, const std::string& root, int64_t step) {
   const std::string path = join_path(root, step_name(step));
   try {
-    FoundStep found = check_step(files, path);
+    RunCheckpoint found = check_run_checkpoint(files, path);
     if (found.step == step) return found;
     fail(Category::integrity, "the directory has the record of another checkpoint",
          {.expected = step_name(step), .got = step_name(found.step)});
   } catch (const Error& error) {
     if (!files.entry(path)) return std::nullopt;
     if (!is_damage(error.category())) throw;
-    return SkippedStep{step, error.what()};
+    return SkippedCheckpoint{step, error.what()};
   }
 }
 
-Steps find_steps(FileSystem& files, const std::string& root, size_t most,
-                 std::optional<int64_t> before) {
-  Steps steps;
+FoundCheckpoints find_checkpoints(FileSystem& files, const std::string& root, size_t most,
+                                  std::optional<int64_t> before) {
+  FoundCheckpoints checkpoints;
   for (const int64_t number : step_numbers(files, root)) {
-    if (steps.found.size() == most) break;
+    if (checkpoints.found.size() == most) break;
     if (before && number >= *before) continue;
-    auto examined = examine_step(files, root, number);
+    auto examined = examine_checkpoint(files, root, number);
     if (!examined) {
-      steps.was_one_removed = true;
-    } else if (auto* const found = std::get_if<FoundStep>(&*examined)) {
-      steps.found.push_back(std::move(*found));
+      checkpoints.was_one_removed = true;
+    } else if (auto* const found = std::get_if<RunCheckpoint>(&*examined)) {
+      checkpoints.found.push_back(std::move(*found));
     } else {
-      steps.skipped.push_back(std::get<SkippedStep>(std::move(*examined)));
+      checkpoints.skipped.push_back(std::get<SkippedCheckpoint>(std::move(*examined)));
     }
   }
-  return steps;
+  return checkpoints;
 }
 
-FoundStep newest_step(FileSystem& files, const std::string& root,
-                      std::vector<SkippedStep>& skipped) {
+RunCheckpoint newest_checkpoint(FileSystem& files, const std::string& root,
+                                std::vector<SkippedCheckpoint>& skipped) {
   std::optional<int64_t> before;
   if (!skipped.empty()) before = skipped.back().step;
-  Steps steps = find_steps(files, root, 1, before);
+  FoundCheckpoints checkpoints = find_checkpoints(files, root, 1, before);
   // The process that has removed one may have saved a newer one before.
-  if (steps.was_one_removed) steps = find_steps(files, root, 1, before);
-  if (steps.was_one_removed) {
+  if (checkpoints.was_one_removed) checkpoints = find_checkpoints(files, root, 1, before);
+  if (checkpoints.was_one_removed) {
     fail(Category::io, "checkpoints are removed while they are read", {.file = base_name(root)});
   }
-  std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
-  if (!steps.found.empty()) return std::move(steps.found.front());
+  std::move(checkpoints.skipped.begin(), checkpoints.skipped.end(), std::back_inserter(skipped));
+  if (!checkpoints.found.empty()) return std::move(checkpoints.found.front());
   if (skipped.empty()) {
     fail(Category::uncommitted, "no checkpoint has been saved here", {.file = base_name(root)});
   }
@@ -98,13 +97,13 @@ uint64_t bytes_below(FileSystem& files, const std::string& directory) {
   return bytes;
 }
 
-DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
-                      const std::optional<std::string>& uuid) {
+DamagedCheckpoint set_aside(FileSystem& files, const std::string& root, SkippedCheckpoint damaged,
+                            const std::optional<std::string>& uuid) {
   const std::string real_root = files.real_path(root);
   const std::string path = join_path(real_root, step_name(damaged.step));
   const std::string name = fmt::format("{}{}-{}", kDamagedPrefix, damaged.step, make_uuid());
   const std::string to = join_path(real_root, name);
-  DamagedStep aside{.step = damaged.step, .reason = std::move(damaged.reason)};
+  DamagedCheckpoint aside{.step = damaged.step, .reason = std::move(damaged.reason)};
   aside.path = join_path(root, name);
   aside.bytes = bytes_below(files, path);
   files.rename_new(path, to);

@@ -1,5 +1,5 @@
 // A checkpoint as readers find it: COMMIT, manifest.json and the recorded files.
-#include "modicum/checkpoint/step_files.h"
+#include "modicum/checkpoint/run_files.h"
 
 #include <fmt/format.h>
 
@@ -71,7 +71,7 @@ std::string text_of(FileSystem& files, const std::string& directory, const std::
   return read_text(*open_file(files, directory, name), most, Category::integrity);
 }
 
-bool is_step(FileSystem& files, const std::string& path) {
+bool is_run_checkpoint(FileSystem& files, const std::string& path) {
   return step_of(base_name(path)) || base_name(path).starts_with(kPartialPrefix) ||
          files.exists(join_path(path, kCommit)) || has_record(files, path);
 }
@@ -88,7 +88,7 @@ std::optional<std::string> committed_uuid(FileSystem& files, const std::string& 
 namespace {
 
 // Reads and compares COMMIT and manifest.json.
-FoundStep read_record(FileSystem& files, const std::string& path) {
+RunCheckpoint read_record(FileSystem& files, const std::string& path) {
   if (!files.exists(join_path(path, kCommit))) {
     fail(Category::uncommitted, "the checkpoint was not committed", {.file = kCommit});
   }
@@ -102,7 +102,7 @@ FoundStep read_record(FileSystem& files, const std::string& path) {
               fmt::format("{} bytes, {}", commit.manifest_bytes, printable(commit.manifest_digest)),
           .got = fmt::format("{} bytes, {}", manifest.size(), digest_of(manifest).hex())});
   }
-  FoundStep found{commit.step, path, parse_record(manifest)};
+  RunCheckpoint found{commit.step, path, parse_record(manifest)};
   if (found.record.uuid != commit.uuid || found.record.step != commit.step) {
     fail(Category::integrity, "manifest.json and COMMIT are of different checkpoints",
          {.file = kManifest,
@@ -114,7 +114,7 @@ FoundStep read_record(FileSystem& files, const std::string& path) {
 
 // Opens a file of the checkpoint at `path`, which must have the recorded length.
 std::unique_ptr<File> open_recorded(FileSystem& files, const std::string& path,
-                                    const StepFile& file) {
+                                    const CheckpointFile& file) {
   std::unique_ptr<File> opened = open_file(files, path, file.name);
   const uint64_t bytes = opened->identity().size_bytes;
   if (bytes == file.bytes) return opened;
@@ -124,7 +124,7 @@ std::unique_ptr<File> open_recorded(FileSystem& files, const std::string& path,
         .got = fmt::format("{} bytes", bytes)});
 }
 
-void compare_digest(File& opened, const StepFile& file) {
+void compare_digest(File& opened, const CheckpointFile& file) {
   const Digest digest = digest_of(opened, file.digested_bytes);
   if (digest == file.digest) return;
   fail(Category::integrity, "the file is not the one that was saved",
@@ -133,25 +133,25 @@ void compare_digest(File& opened, const StepFile& file) {
 
 }  // namespace
 
-FoundStep open_step(FileSystem& files, const std::string& path) {
-  FoundStep found = read_record(files, path);
-  for (const StepFile& file : found.record.files) open_recorded(files, path, file);
+RunCheckpoint open_run_checkpoint(FileSystem& files, const std::string& path) {
+  RunCheckpoint found = read_record(files, path);
+  for (const CheckpointFile& file : found.record.files) open_recorded(files, path, file);
   return found;
 }
 
 namespace {
 
 // A file that was added to the checkpoint must not take the place of the saved weights.
-void require_recorded_weights(FileSystem& files, const FoundStep& found) {
+void require_recorded_weights(FileSystem& files, const RunCheckpoint& found) {
   const auto& recorded = found.record.files;
   // Adapters are opened by the path of their file.
-  const bool has_adapters = std::any_of(recorded.begin(), recorded.end(), [](const StepFile& file) {
-    return file.name.starts_with(kAdapterStem);
-  });
+  const bool has_adapters =
+      std::any_of(recorded.begin(), recorded.end(),
+                  [](const CheckpointFile& file) { return file.name.starts_with(kAdapterStem); });
   if (has_adapters || found.record.tensors.empty()) return;
   const std::string defining = defining_file(files, found.path);
   if (std::any_of(recorded.begin(), recorded.end(),
-                  [&](const StepFile& file) { return file.name == defining; })) {
+                  [&](const CheckpointFile& file) { return file.name == defining; })) {
     return;
   }
   fail(Category::integrity,
@@ -161,16 +161,16 @@ void require_recorded_weights(FileSystem& files, const FoundStep& found) {
 
 }  // namespace
 
-FoundStep check_step(FileSystem& files, const std::string& path) {
-  FoundStep found = read_record(files, path);
-  for (const StepFile& file : found.record.files) {
+RunCheckpoint check_run_checkpoint(FileSystem& files, const std::string& path) {
+  RunCheckpoint found = read_record(files, path);
+  for (const CheckpointFile& file : found.record.files) {
     compare_digest(*open_recorded(files, path, file), file);
   }
   require_recorded_weights(files, found);
   return found;
 }
 
-void check_digest(FileSystem& files, const std::string& path, const StepFile& file) {
+void check_digest(FileSystem& files, const std::string& path, const CheckpointFile& file) {
   compare_digest(*open_file(files, path, file.name), file);
 }
 

@@ -1,4 +1,4 @@
-#include "modicum/training/step_save.h"
+#include "modicum/training/checkpoint_save.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -17,23 +17,23 @@ namespace {
 
 std::string sums_name(int rank) { return fmt::format(".sums-{:05}", rank); }
 
-StepOwner this_process() {
+SaveOwner this_process() {
   const ProcessIdentity identity = identify_process(getpid());
   return {identity.host, identity.pid, identity.started};
 }
 
 // Removes what dead processes have left next to the checkpoint. Returns warnings of what remains.
-std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
-  return remove_leftovers(files, step, [](const StepOwner& owner) {
+std::vector<std::string> collect(FileSystem& files, const CheckpointInFlight& in_flight) {
+  return remove_leftovers(files, in_flight, [](const SaveOwner& owner) {
     return is_dead({owner.host, owner.pid, owner.started});
   });
 }
 
-std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const StepInFlight& step) {
+std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const CheckpointInFlight& in_flight) {
   try {
-    return own_step(files, step);
+    return own_checkpoint(files, in_flight);
   } catch (const Error&) {
-    discard_step(files, step);
+    discard_checkpoint(files, in_flight);
     throw;
   }
 }
@@ -45,7 +45,7 @@ std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
   const int readers = std::min(usable_cpus(), kMostReaders);
   std::vector<std::optional<Error>> damages(static_cast<size_t>(readers));
   run_workers(readers, [&](int reader) {
-    damages[static_cast<size_t>(reader)] = damage_of_step(
+    damages[static_cast<size_t>(reader)] = damage_of_checkpoint(
         files, path, poll, {static_cast<uint64_t>(reader), static_cast<uint64_t>(readers)});
   });
   for (const std::optional<Error>& damage : damages) {
@@ -56,13 +56,13 @@ std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
 
 }  // namespace
 
-CarriedFiles::CarriedFiles(const FoundStep& step, const Manifest& state)
-    : directory(step.path), world_size(step.record.world_size) {
+CarriedFiles::CarriedFiles(const RunCheckpoint& resumed, const Manifest& state)
+    : directory(resumed.path), world_size(resumed.record.world_size) {
   const std::string folder = std::string(kStateDirectory) + "/";
   std::set<std::string, std::less<>> state_files = {folder + kStateFile, folder + kStateRecipeFile,
                                                     folder + kIndexFile};  // by the save itself
   for (const DataFile& file : state.files) state_files.insert(folder + file.name);
-  for (const StepFile& file : step.record.files) {
+  for (const CheckpointFile& file : resumed.record.files) {
     const bool is_inside =
         file.name.starts_with(folder) || file.name.starts_with(fmt::format("{}/", kExtraDirectory));
     if (is_inside && !state_files.contains(file.name)) files.push_back(file);
@@ -76,15 +76,15 @@ void require_recordable(const SavePlan& plan, const Manifest* state,
   require_recordable(parts, others);
 }
 
-std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
-                                             int64_t step, FunctionRef<void()> poll) {
+std::optional<DamagedCheckpoint> set_damaged_aside(FileSystem& files, const std::string& root,
+                                                   int64_t step, FunctionRef<void()> poll) {
   const std::string path = join_path(root, fmt::format("step-{}", step));
   const std::optional<DirectoryEntry> entry = files.entry(path);
   if (!entry || !entry->is_directory) return std::nullopt;
   const std::optional<std::string> uuid = committed_uuid(files, path);
-  auto examined = examine_step(files, root, step);
+  auto examined = examine_checkpoint(files, root, step);
   if (!examined) return std::nullopt;
-  if (auto* const damaged = std::get_if<SkippedStep>(&*examined)) {
+  if (auto* const damaged = std::get_if<SkippedCheckpoint>(&*examined)) {
     return set_aside(files, root, std::move(*damaged), uuid);
   }
   examined.reset();  // the record is read again by each reader
@@ -93,7 +93,7 @@ std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::strin
   return set_aside(files, root, {step, *reason}, uuid);
 }
 
-std::string warning_of(const DamagedStep& damaged) {
+std::string warning_of(const DamagedCheckpoint& damaged) {
   return fmt::format(
       "the checkpoint of step {} was damaged and is now {} ({}), which Modicum never removes: {}",
       damaged.step, base_name(damaged.path), format_size(damaged.bytes), damaged.reason);
@@ -123,37 +123,39 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
   file->close();
 }
 
-StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state,
-                   std::optional<size_t> keep)
+CheckpointSave::CheckpointSave(FileSystem& files, const std::string& root, int64_t step,
+                               bool has_state, std::optional<size_t> keep)
     : files_(files),
       root_(root),
       keep_(keep),
-      step_(begin_step(files, root, step, this_process(), keep.has_value())),
+      in_flight_(begin_checkpoint(files, root, step, this_process(), keep.has_value())),
       pid_(getpid()),
-      owner_(owner_of(files, step_)),
-      warnings_(collect(files, step_)) {
+      owner_(owner_of(files, in_flight_)),
+      warnings_(collect(files, in_flight_)) {
   if (has_state) files_.make_directory(state_directory());
 }
 
 // Begins the checkpoint before it removes leftovers: a directory without COMMIT and without a
 // checkpoint in flight would look like the directory of another program.
-StepSave::StepSave(FileSystem& files, const StepDirectory& inside, int64_t step)
+CheckpointSave::CheckpointSave(FileSystem& files, const OuterDirectory& inside, int64_t step)
     : files_(files),
       root_(inside.directory),
-      step_(begin_step_in(files, inside.directory, step, this_process())),
+      in_flight_(begin_checkpoint_in(files, inside.directory, step, this_process())),
       pid_(getpid()),
-      owner_(owner_of(files, step_)),
-      warnings_(collect(files, step_)) {}
+      owner_(owner_of(files, in_flight_)),
+      warnings_(collect(files, in_flight_)) {}
 
-StepSave::~StepSave() {
-  if (!is_published_ && pid_ == getpid()) discard_step(files_, step_);
+CheckpointSave::~CheckpointSave() {
+  if (!is_published_ && pid_ == getpid()) discard_checkpoint(files_, in_flight_);
 }
 
-uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Powers::kPrime - 2); }
+uint64_t CheckpointSave::point() const {
+  return 2 + digest_of(in_flight_.uuid).low % (Powers::kPrime - 2);
+}
 
-void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
+void CheckpointSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
-    const std::string path = join_path(step_.directory, prefix + sums_name(rank));
+    const std::string path = join_path(in_flight_.directory, prefix + sums_name(rank));
     const std::string bytes = read_text(*files_.open(path), sums.most_bytes(), Category::integrity);
     sums.merge(std::as_bytes(std::span(bytes)));
     files_.remove(path);
@@ -161,8 +163,8 @@ void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks)
 }
 
 // Adds the data files and tensors that the ranks have written under `prefix` to the record.
-void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
-                        std::vector<StepTensor>& tensors) {
+void CheckpointSave::add_part(SavedCheckpoint& saved, const std::string& prefix,
+                              const Manifest& manifest, std::vector<CheckpointTensor>& tensors) {
   ChunkSums sums(manifest, point());
   merge_sums(sums, prefix, saved.record.world_size);
   sums.prove();
@@ -173,7 +175,7 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
                                   digest_of(header)});
   }
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
-    StepTensor& tensor = tensors.emplace_back();
+    CheckpointTensor& tensor = tensors.emplace_back();
     tensor.spec = manifest.tensors[s].spec;
     for (const ChunkSum& chunk : sums.of_tensor(s)) {
       tensor.chunks.push_back(chunk.digest);
@@ -185,29 +187,32 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
   }
 }
 
-void StepSave::add_file(SavedStep& saved, const std::string& name, const std::string& text) {
+void CheckpointSave::add_file(SavedCheckpoint& saved, const std::string& name,
+                              const std::string& text) {
   require_readable(text.size(), name);
-  write_durably(files_, join_path(step_.directory, name), text);
+  write_durably(files_, join_path(in_flight_.directory, name), text);
   add_record(saved, {name, text.size(), text.size(), digest_of(text)});
 }
 
-void StepSave::add_record(SavedStep& saved, StepFile file) {
+void CheckpointSave::add_record(SavedCheckpoint& saved, CheckpointFile file) {
   saved.written_bytes += file.bytes;
   saved.record.files.push_back(std::move(file));
 }
 
-void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved) {
+void CheckpointSave::add_companions(const Checkpoint& source, const SavePlan& plan,
+                                    SavedCheckpoint& saved) {
   FormTally tally;
   for (const SavedTensor& tensor : plan.form().tensors) {
     tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
   }
   std::vector<std::string> names = companion_files(source);
   std::erase_if(names, [this](const std::string& name) {
-    return step_.is_inside && files_.exists(join_path(step_.root, name));
+    return in_flight_.is_inside && files_.exists(join_path(in_flight_.root, name));
   });
-  Companions companions = copy_companions(source, names, tally.new_form(), files_, step_.directory);
-  for (StepFile& file : companions.copied) {
-    if (step_.is_inside) {
+  Companions companions =
+      copy_companions(source, names, tally.new_form(), files_, in_flight_.directory);
+  for (CheckpointFile& file : companions.copied) {
+    if (in_flight_.is_inside) {
       place_companion(saved, file);
     } else {
       add_record(saved, std::move(file));
@@ -218,25 +223,26 @@ void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, Sa
 
 // Scripts write such files of their own, a tokenizer for example, into another program's directory
 // when the checkpoint is committed. So there a copied one is no part of the record.
-void StepSave::place_companion(SavedStep& saved, const StepFile& file) {
-  files_.rename(join_path(step_.directory, file.name), join_path(step_.root, file.name));
+void CheckpointSave::place_companion(SavedCheckpoint& saved, const CheckpointFile& file) {
+  files_.rename(join_path(in_flight_.directory, file.name), join_path(in_flight_.root, file.name));
   saved.written_bytes += file.bytes;
 }
 
 // Adds a file of the caller to the record; writes it unless a rank has done so.
-void StepSave::add_written(SavedStep& saved, const NewFile& file) {
+void CheckpointSave::add_written(SavedCheckpoint& saved, const NewFile& file) {
   if (file.text) return add_file(saved, file.name, *file.text);
-  const std::unique_ptr<File> written = files_.open(join_path(step_.directory, file.name));
+  const std::unique_ptr<File> written = files_.open(join_path(in_flight_.directory, file.name));
   const uint64_t bytes = written->identity().size_bytes;
   add_record(saved, {file.name, bytes, bytes, digest_of(*written, bytes)});
 }
 
-void StepSave::add_carried(SavedStep& saved, const CarriedFiles& carried) {
-  for (const StepFile& file : carried.files) {
-    const std::string folder = join_path(step_.directory, file.name.substr(0, file.name.find('/')));
+void CheckpointSave::add_carried(SavedCheckpoint& saved, const CarriedFiles& carried) {
+  for (const CheckpointFile& file : carried.files) {
+    const std::string folder =
+        join_path(in_flight_.directory, file.name.substr(0, file.name.find('/')));
     if (!files_.is_directory(folder)) files_.make_directory(folder);
     const std::unique_ptr<File> from = files_.open(join_path(carried.directory, file.name));
-    const auto copied = copy_durably(*from, files_, join_path(step_.directory, file.name));
+    const auto copied = copy_durably(*from, files_, join_path(in_flight_.directory, file.name));
     if (!copied) {
       fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
     }
@@ -249,11 +255,12 @@ void StepSave::add_carried(SavedStep& saved, const CarriedFiles& carried) {
   if (!carried.files.empty()) saved.record.world_size = carried.world_size;
 }
 
-SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
-                            const std::optional<SavedState>& state, const PublishOptions& options) {
-  SavedStep saved{.step = step_.step};
-  saved.record = {.step = step_.step,
-                  .uuid = step_.uuid,
+SavedCheckpoint CheckpointSave::publish(const Checkpoint& source, const SavePlan& plan,
+                                        const std::optional<SavedState>& state,
+                                        const PublishOptions& options) {
+  SavedCheckpoint saved{.step = in_flight_.step};
+  saved.record = {.step = in_flight_.step,
+                  .uuid = in_flight_.uuid,
                   .world_size = plan.plan().ranks(),
                   .tool = "modicum " MODICUM_VERSION};
   add_part(saved, "", plan.manifest(), saved.record.tensors);
@@ -270,29 +277,29 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   if (options.carried != nullptr) add_carried(saved, *options.carried);
   commit(options, saved);
   saved.path = root_;
-  if (!step_.is_inside) saved.path = join_path(root_, fmt::format("step-{}", step_.step));
+  if (!in_flight_.is_inside) saved.path = join_path(root_, fmt::format("step-{}", in_flight_.step));
   saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
   return saved;
 }
 
 // Commits without the lock, too: no committed work depends on it.
-void StepSave::commit(const PublishOptions& options, SavedStep& saved) {
+void CheckpointSave::commit(const PublishOptions& options, SavedCheckpoint& saved) {
   if (pid_ != getpid()) {
     fail(Category::conflict, "a forked child does not publish the checkpoint of its parent",
-         {.file = base_name(step_.directory)});
+         {.file = base_name(in_flight_.directory)});
   }
   SteadyClock clock;
-  const RootLock lock(files_, step_.root, options.lock_limit_ns, clock, options.waits);
+  const RootLock lock(files_, in_flight_.root, options.lock_limit_ns, clock, options.waits);
   owner_->require_ours();
   owner_->remove();  // it is no file of the checkpoint
-  Publication published = publish_step(files_, step_, saved.record);
+  Publication published = publish_checkpoint(files_, in_flight_, saved.record);
   is_published_ = true;
   saved.is_durable = published.is_durable;
   std::move(published.warnings.begin(), published.warnings.end(),
             std::back_inserter(saved.warnings));
   saved.durable_ns = clock.now_ns();
   if (keep_) {
-    const std::optional<std::string> warning = keep_newest(files_, step_, *keep_);
+    const std::optional<std::string> warning = keep_newest(files_, in_flight_, *keep_);
     if (warning) saved.warnings.push_back(*warning);
   }
   if (lock.is_refused()) {

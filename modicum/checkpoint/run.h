@@ -58,39 +58,39 @@ constexpr const char* kStateFolder = "optimizer/";  // begins the names of its f
 constexpr const char* kExtraDirectory = "extra";
 
 // A file of a checkpoint. The digest covers the first `digested_bytes` bytes. They are the header
-// of a safetensors file, since its tensors have separate digests (StepTensor), and all of any other
-// file.
-struct StepFile {
+// of a safetensors file, since its tensors have separate digests (CheckpointTensor), and all of any
+// other file.
+struct CheckpointFile {
   std::string name;  // relative to the checkpoint's directory
   uint64_t bytes = 0;
   uint64_t digested_bytes = 0;
   Digest digest;
 
-  bool operator==(const StepFile&) const = default;
+  bool operator==(const CheckpointFile&) const = default;
 };
 // A tensor of a checkpoint, with the digest and the checksum of each 4 MiB of its elements. The
 // tensor's digest is the sum of these digests modulo 2^64. No sum depends on how the saving ranks
 // had sharded the tensor.
-struct StepTensor {
+struct CheckpointTensor {
   TensorSpec spec;
   std::vector<uint64_t> chunks;
   std::vector<uint64_t> checksums;  // empty in a record of modicum 0.1, and in one that is too long
 
-  bool operator==(const StepTensor&) const = default;
+  bool operator==(const CheckpointTensor&) const = default;
 };
 // The content of manifest.json.
-struct StepRecord {
+struct CheckpointRecord {
   int64_t step = 0;
   std::string uuid;
   int world_size = 0;  // of the run that saved the checkpoint
   std::string tool;    // "modicum 0.1.0"
-  std::vector<StepFile> files;
-  std::vector<StepTensor> tensors;
-  std::vector<StepTensor> state;  // the optimizer's tensors; empty without an optimizer
+  std::vector<CheckpointFile> files;
+  std::vector<CheckpointTensor> tensors;
+  std::vector<CheckpointTensor> state;  // the optimizer's tensors; empty without an optimizer
 
-  bool operator==(const StepRecord&) const = default;
+  bool operator==(const CheckpointRecord&) const = default;
 };
-std::string record_json(const StepRecord& record, bool with_checksums = true);
+std::string record_json(const CheckpointRecord& record, bool with_checksums = true);
 // At least the length of record_json, without checksums, for a checkpoint that has the tensor files
 // of `parts` (weights, and the state in kStateDirectory), `others`, and further files whose entries
 // take less than 1 MiB, such as those that are copied from the source.
@@ -105,7 +105,7 @@ void require_recordable(std::span<const Manifest* const> parts,
 void require_readable(uint64_t bytes, const std::string& file, uint64_t most = kLongestText);
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
-StepRecord parse_record(const std::string& text);
+CheckpointRecord parse_record(const std::string& text);
 // Whether a manifest.json is the record of a checkpoint, of this version or a later one: other
 // programs write files of this name, too.
 bool is_record(const std::string& text);
@@ -113,7 +113,7 @@ bool is_record(const std::string& text);
 // The number in a name such as "step-12"; empty for other names, such as "step-012".
 std::optional<int64_t> step_of(std::string_view name);
 // Whether the directory `path` has the name or the files of a checkpoint, committed or not.
-bool is_step(FileSystem& files, const std::string& path);
+bool is_run_checkpoint(FileSystem& files, const std::string& path);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 // The digest of the first `bytes` bytes of a file, which are read in blocks. Throws FORMAT.TRUNC;
@@ -121,23 +121,23 @@ Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 Digest digest_of(File& file, uint64_t bytes);
 
 // The process that saves or converts; see owner.h.
-struct StepOwner {
+struct SaveOwner {
   std::string host;  // NAME.BOOT_ID.START, without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
   uint64_t started = 0;  // the kernel's start time of the process: pids are reused
 };
 
-// A checkpoint between `begin_step` and `publish_step`.
-struct StepInFlight {
+// A checkpoint between `begin_checkpoint` and `publish_checkpoint`.
+struct CheckpointInFlight {
   std::string root;  // its real path
   int64_t step = 0;
   std::string uuid;
   std::string directory;   // where the ranks write
-  bool is_inside = false;  // made by begin_step_in: `root` becomes the checkpoint
+  bool is_inside = false;  // made by begin_checkpoint_in: `root` becomes the checkpoint
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
   bool is_durable = true;  // whether the names of the directories made so far are
-  StepOwner owner;
+  SaveOwner owner;
   // The committed checkpoints of the root when this one began: their uuids, by number. Empty if the
   // save removes no checkpoint.
   std::map<int64_t, std::string> committed;
@@ -169,40 +169,44 @@ std::string state_json(const StateFacts& facts);
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a checkpoint in flight. Makes the root, too, if it is missing and its
-// parent exists. `retains`: whether keep_newest will be called; it needs StepInFlight::committed.
-// Throws CONFLICT if the checkpoint exists already, damaged or not (see set_aside); IO; NOSPACE.
-StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
-                        const StepOwner& owner, bool retains = false);
-// As begin_step, but `directory` itself becomes the checkpoint. It is made if it is missing and its
-// parent exists. Removes the COMMIT of a checkpoint that `directory` held before. Throws
+// parent exists. `retains`: whether keep_newest will be called; it needs
+// CheckpointInFlight::committed. Throws CONFLICT if the checkpoint exists already, damaged or not
+// (see set_aside); IO; NOSPACE.
+CheckpointInFlight begin_checkpoint(FileSystem& files, const std::string& root, int64_t step,
+                                    const SaveOwner& owner, bool retains = false);
+// As begin_checkpoint, but `directory` itself becomes the checkpoint. It is made if it is missing
+// and its parent exists. Removes the COMMIT of a checkpoint that `directory` held before. Throws
 // UNSUPPORTED if a later version has saved that checkpoint; IO; NOSPACE.
-StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
-                           const StepOwner& owner);
+CheckpointInFlight begin_checkpoint_in(FileSystem& files, const std::string& directory,
+                                       int64_t step, const SaveOwner& owner);
 // Makes the checkpoint durable and visible. Its files must be complete and synced. On failure no
 // checkpoint is visible; a visible checkpoint is always complete. For a checkpoint of
-// begin_step_in, also removes from the directory the tensor files and the files in subdirectories
-// that only the previous checkpoint had and, if the checkpoint has a whole model, all other files
-// of is_weights_name. Warns if the previous checkpoint had a subdirectory that this one lacks, or
-// if only writing `latest`, or removing the directory in flight, failed. Throws CONFLICT if another
-// process has published the same checkpoint, which is not replaced; IO; NOSPACE.
-Publication publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
+// begin_checkpoint_in, also removes from the directory the tensor files and the files in
+// subdirectories that only the previous checkpoint had and, if the checkpoint has a whole model,
+// all other files of is_weights_name. Warns if the previous checkpoint had a subdirectory that this
+// one lacks, or if only writing `latest`, or removing the directory in flight, failed. Throws
+// CONFLICT if another process has published the same checkpoint, which is not replaced; IO;
+// NOSPACE.
+Publication publish_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight,
+                               const CheckpointRecord& record);
 // Completes a checkpoint in `directory`, which keeps its name: writes manifest.json and COMMIT, and
 // makes the names of all files durable. The checkpoint's files must be synced. The caller makes the
 // directory visible. Returns whether all names are durable; see sync_directory. Throws CONFLICT if
 // there is a manifest.json already; IO; NOSPACE.
-bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
+bool commit_in_place(FileSystem& files, const std::string& directory,
+                     const CheckpointRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
-void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
+void discard_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight) noexcept;
 
 // An intact checkpoint: it is committed, its record is valid, and its files have the recorded
-// lengths and, except in the result of open_step, the recorded digests. The values of tensors were
-// not read.
-struct FoundStep {
+// lengths and, except in the result of open_run_checkpoint, the recorded digests. The values of
+// tensors were not read.
+struct RunCheckpoint {
   int64_t step = 0;
   std::string path;
-  StepRecord record;
+  CheckpointRecord record;
 };
-struct SkippedStep {
+struct SkippedCheckpoint {
   int64_t step = 0;
   std::string reason;
 };
@@ -214,41 +218,40 @@ struct ComparedValues {
 // Returns the checkpoint at `path` if it is committed, its record is valid, and its files have the
 // recorded lengths. Otherwise throws UNCOMMITTED or INTEGRITY, with the name of the file, or an
 // error that is no damage: UNSUPPORTED (a later version), IO.
-FoundStep open_step(FileSystem& files, const std::string& path);
-// As open_step, but also compares the digests of all files. This covers everything but the values
-// of tensors.
-FoundStep check_step(FileSystem& files, const std::string& path);
+RunCheckpoint open_run_checkpoint(FileSystem& files, const std::string& path);
+// As open_run_checkpoint, but also compares the digests of all files. This covers everything but
+// the values of tensors.
+RunCheckpoint check_run_checkpoint(FileSystem& files, const std::string& path);
 // Checks the digest of a file of the checkpoint at `path`. Throws INTEGRITY with the file's name;
 // IO.
-void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
+void check_digest(FileSystem& files, const std::string& path, const CheckpointFile& file);
 
-// What check_step finds at a checkpoint of a root: the checkpoint, or its damage. A checkpoint with
-// the record of another number is damaged. Empty if there is none, or if another process has
-// removed it meanwhile. Throws errors that are no damage (is_damage).
-std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
-                                                                 const std::string& root,
-                                                                 int64_t step);
+// What check_run_checkpoint finds at a checkpoint of a root: the checkpoint, or its damage. A
+// checkpoint with the record of another number is damaged. Empty if there is none, or if another
+// process has removed it meanwhile. Throws errors that are no damage (is_damage).
+std::optional<std::variant<RunCheckpoint, SkippedCheckpoint>> examine_checkpoint(
+    FileSystem& files, const std::string& root, int64_t step);
 // The intact checkpoints of a root, and the damaged ones with their faults. Both lists begin with
 // the newest checkpoint. Neither has a checkpoint that another process removed while it was read.
-struct Steps {
-  std::vector<FoundStep> found;
-  std::vector<SkippedStep> skipped;
+struct FoundCheckpoints {
+  std::vector<RunCheckpoint> found;
+  std::vector<SkippedCheckpoint> skipped;
   bool was_one_removed = false;
 };
 // Examines the checkpoints from the newest on, and stops after `most` intact ones. With `before`,
-// only checkpoints with a smaller number count. Throws the errors of examine_step, so that no
+// only checkpoints with a smaller number count. Throws the errors of examine_checkpoint, so that no
 // checkpoint is skipped for an IO error that may pass.
-Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
-                 std::optional<int64_t> before = {});
+FoundCheckpoints find_checkpoints(FileSystem& files, const std::string& root,
+                                  size_t most = SIZE_MAX, std::optional<int64_t> before = {});
 // Returns the newest intact checkpoint that is older than the checkpoints in `skipped`, to which it
 // adds the damaged ones that it has skipped. If another process removes a checkpoint meanwhile,
 // chooses again, once. Throws UNCOMMITTED, with the first reason in `skipped`, if there is no
-// intact checkpoint; the errors of find_steps.
-FoundStep newest_step(FileSystem& files, const std::string& root,
-                      std::vector<SkippedStep>& skipped);
+// intact checkpoint; the errors of find_checkpoints.
+RunCheckpoint newest_checkpoint(FileSystem& files, const std::string& root,
+                                std::vector<SkippedCheckpoint>& skipped);
 
 // A damaged checkpoint that was renamed to `path`, .damaged-N-UUID in its root.
-struct DamagedStep {
+struct DamagedCheckpoint {
   int64_t step = 0;
   std::string path;
   std::string reason;
@@ -263,25 +266,26 @@ std::optional<std::string> committed_uuid(FileSystem& files, const std::string& 
 // Renames the damaged checkpoint `step`, so that a new one can have its number. `uuid`:
 // committed_uuid before the checkpoint was read. Throws CONFLICT, and renames nothing, if another
 // process has replaced the checkpoint since; IO.
-DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
-                      const std::optional<std::string>& uuid);
+DamagedCheckpoint set_aside(FileSystem& files, const std::string& root, SkippedCheckpoint damaged,
+                            const std::optional<std::string>& uuid);
 
-// Removes old checkpoints, so that `keep` intact ones are left: the published checkpoint `step`,
+// Removes old checkpoints, so that `keep` intact ones are left: the published `in_flight`,
 // which always stays, and those with the highest numbers of the others. Reads the others by
-// check_step, newest first, until enough are intact; damaged ones of these neither count nor go. Of
-// the rest reads only COMMIT. Removes only checkpoints that were committed when `step` began, and
-// only while `step` is in its place. So of saves that run at the same time none removes the
-// checkpoint of another, and the checkpoint that was published last is never removed. Of a
-// checkpoint that is a symbolic link only the link is removed. Returns a warning that names the
-// checkpoints that could not be removed, or that belong to another user; or an error that is no
-// damage, such as IO, after which nothing more was removed.
-std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
+// check_run_checkpoint, newest first, until enough are intact; damaged ones of these neither count
+// nor go. Of the rest reads only COMMIT. Removes only checkpoints that were committed when
+// `in_flight` began, and only while `in_flight` is in its place. So of saves that run at the same
+// time none removes the checkpoint of another, and the checkpoint that was published last is never
+// removed. Of a checkpoint that is a symbolic link only the link is removed. Returns a warning that
+// names the checkpoints that could not be removed, or that belong to another user; or an error that
+// is no damage, such as IO, after which nothing more was removed.
+std::optional<std::string> keep_newest(FileSystem& files, const CheckpointInFlight& in_flight,
+                                       size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight,
-// from the root of `step`. A directory or file in flight stays if its owner is not known to be dead
-// (OwnerCheck); `is_dead` is asked about owners that have only a name. What is a symbolic link,
-// what belongs to another user and what can't be removed stays, too. Returns a warning for each
-// name that stays.
-std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
-                                          const std::function<bool(const StepOwner&)>& is_dead);
+// from the root of `in_flight`. A directory or file in flight stays if its owner is not known to be
+// dead (OwnerCheck); `is_dead` is asked about owners that have only a name. What is a symbolic
+// link, what belongs to another user and what can't be removed stays, too. Returns a warning for
+// each name that stays.
+std::vector<std::string> remove_leftovers(FileSystem& files, const CheckpointInFlight& in_flight,
+                                          const std::function<bool(const SaveOwner&)>& is_dead);
 
 }  // namespace modicum
