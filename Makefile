@@ -11,7 +11,7 @@ STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
-	@echo 'make demo     loads a synthesised model into 4 ranks; prints promised and measured memory'
+	@echo 'make demo     loads a synthesised model into 4 ranks; prints predicted and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
 	@echo 'make test     the tests, without those of soak; make test-STAGE runs one of:'
 	@echo '              $(STAGES); make test-dev the C++ tests in build/dev'

@@ -60,7 +60,7 @@ def main() -> None:
         "The sizes are GiB of all ranks together. The memory of the last three columns is not "
         "Modicum's and not promised:",
         "",
-        "| phase | promised | ours (kernel) | promised and not held | interpreters, libraries | "
+        "| phase | predicted | ours, measured | predicted and not held | interpreters, libraries | "
         "the framework's own buffers, later imports | activations, gathers, gradients of the "
         "framework |",
         "|---|---|---|---|---|---|---|",

@@ -80,7 +80,7 @@ def table(model: Path) -> str:
             f"{ARCH}, {model_bytes / GIB:.2f} GiB, {RANKS} ranks on one node; "
             f"largest tensor {largest_tensor_bytes(model) / GIB:.2f} GiB:",
             "",
-            "| strategy | promised, GiB | held (kernel), GiB | beyond the shards, x model size "
+            "| strategy | predicted, GiB | measured, GiB | beyond the shards, x model size "
             "| promised read, x checkpoint size | seconds, median (range) | GB/s |",
             "|---|---|---|---|---|---|---|",
             *rows,

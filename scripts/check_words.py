@@ -31,6 +31,17 @@ PHRASES = {
     r"\bfor good\b": "permanently",
     r"\bin its own good time\b": "asynchronously",
     r"\btaken for\b(?! granted)": "mistaken for, counts as",
+    # A step is the optimizer's; a directory with weights is a checkpoint.
+    r"\b([Ss]aved|intact|newest|[Dd]amaged|(un)?committed|unfinished|[Vv]isible|old|older) steps?\b"
+    r"(?! (counts?|numbers?)\b)": "checkpoint",
+    r"\bsteps? (is|are|was|were|becomes?|be|stays) (not )?"
+    r"(visible|committed|intact|damaged|durable|incomplete|published)\b": "the checkpoint is ...",
+    r"\bstep('s)? (director(y|ies)|files?|record)\b": "checkpoint, the checkpoint's files",
+    r"\bsteps? (of|in) (a|the|one|its|this) (root|run|ROOT)\b|\bdirectory of all steps\b": (
+        "checkpoints of the run"
+    ),
+    r"\b([Gg]radients?'?) planes?\b": "gradient buffer; for the state: state tensors",
+    r"\b[Pp]romised and measured\b|\((the )?kernel\) *\|": "predicted, charged, measured",
 }
 SUFFIXES = {".cc", ".h", ".py", ".pyi", ".md", ".toml", ".sh", ".txt", ".cmake", ".yml", ".in"}
 SKIPPED = {"scripts/check_words.py", "scripts/check_words_test.py", "LICENSE", "README.zh.md"}

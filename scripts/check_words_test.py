@@ -23,6 +23,12 @@ FOUND = {
     "for good": "it is gone for good",
     "time": "in its own good time",
     "taken for": "a dead process is taken for a living one",
+    "saved step": "the newest step is resumed",
+    "visible": "no rank waits until the step is visible",
+    "step's files": "the step's record lists each file",
+    "steps of a root": "the directory of all steps",
+    "plane": "moved to the gradients' plane",
+    "kernel": "promised and measured memory",
 }
 LEFT_ALONE = (
     "look up the FQN, look ahead by one window",
@@ -30,6 +36,7 @@ LEFT_ALONE = (
     "deals with both cases",
     "one rank's bytes are mistaken for another's",
     "the rank has not written its part, the page has not changed yet",
+    "the saved step counts, an optimizer step, the newest checkpoint of step 100",
 )
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # demo.sh MODICUM: makes a checkpoint with the true shapes of qwen3-0.6b, shows the memory that each
-# strategy would take, loads it into 4 ranks, and shows promised and measured memory. Needs 1.2 GB
+# strategy would take, loads it into 4 ranks, and shows predicted and measured memory. Needs 1.2 GB
 # of disk, removed at the end, and 1.2 GB of memory.
 set -euo pipefail
 modicum=$(realpath "$1")

@@ -44,7 +44,7 @@ void require_digest(const LoadFlags& flags, const LoadReport& report) {
 }  // namespace
 
 int run_load(const Args& args, const Surroundings& at) {
-  CLI::App app("load into rank processes; prints promised and measured memory side by side",
+  CLI::App app("load into rank processes; prints predicted and measured memory side by side",
                "modicum load");
   LoadFlags flags;
   add_run_flags(app, flags.run);

@@ -355,7 +355,7 @@ TEST_F(Promises, AStateWithScalesIsHeldAsPromised) {
   EXPECT_FALSE(plan.has("job_fits"));
   int warnings = 0;
   for (const Document& warning : plan["warnings"].elements()) {
-    if (warning.text().find("a save is not promised") == std::string::npos) continue;
+    if (warning.text().find("the memory of a save is not predicted") == std::string::npos) continue;
     ++warnings;
     EXPECT_NE(warning.text().find(refused["tensor"].text()), std::string::npos) << warning.text();
   }
@@ -371,7 +371,7 @@ TEST_F(Promises, ARunThatTrainsNothingIsReported) {
   EXPECT_FALSE(files.exists("/root"));
   const Document plan = program.succeed("plan /moe" + words);
   EXPECT_FALSE(strategy_of(plan, "own-shard")["nodes"][0].has("job"));
-  EXPECT_NE(plan["warnings"][0].text().find("a save is not promised: UNSUPPORTED"),
+  EXPECT_NE(plan["warnings"][0].text().find("the memory of a save is not predicted: UNSUPPORTED"),
             std::string::npos);
 }
 

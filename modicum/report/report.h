@@ -1,4 +1,4 @@
-// The public header of `report`: promised and measured values next to each other, as text and as
+// The public header of `report`: predicted and measured values next to each other, as text and as
 // JSON. The JSON keys are a contract with scripts: keys may be added, but not renamed or removed.
 #pragma once
 

@@ -132,7 +132,7 @@ std::string copies_text(const WatchRecord& record) {
 // The advice at the end of the paragraph about a kill.
 std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
   if (kill.promised_bytes > 0) {
-    return fmt::format("by their promises all processes need {}: a limit of that would have fitted",
+    return fmt::format("all processes together predict {}: a limit of that would have fitted",
                        format_size(kill.promised_bytes));
   }
   if (record.cow_duplicate_bytes >= kMiB) {

@@ -179,8 +179,8 @@ TEST(WatchReport, AKillHasItsPhaseItsOwnerAndWhatWouldHaveFitted) {
             "the kernel killed modicum-rank-0 (pid 6, rank 0) after 0.3 s, during `load`, for lack "
             "of memory: --limit allows 1.00 MiB. Just before, it held 92.00 KiB, all processes of "
             "the command 104.00 KiB, and 0 B of page cache were in use. modicum-rank-0 (pid 6) "
-            "grew last, by 80.00 KiB within 0.10 s, mostly parameters; by their promises all "
-            "processes need 2.00 MiB: a limit of that would have fitted.");
+            "grew last, by 80.00 KiB within 0.10 s, mostly parameters; all processes "
+            "together predict 2.00 MiB: a limit of that would have fitted.");
   const std::string json = watch_json(record);
   EXPECT_NE(json.find(R"("phase":"load","grew":{"pid":6,"name":"modicum-rank-0","owner":"shards")"),
             std::string::npos);

@@ -84,7 +84,8 @@ PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags&
     } catch (const Error& error) {
       const Category why = error.category();
       if (why != Category::unsupported && why != Category::mismatch) throw;
-      report.checkpoint.warnings.push_back(fmt::format("a save is not promised: {}", error.what()));
+      report.checkpoint.warnings.push_back(
+          fmt::format("the memory of a save is not predicted: {}", error.what()));
     }
   });
 }

@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` makes the same steps as torch's optimizers and has their interface.
 
 The oracles are torch.optim.AdamW and Adam, and recorded digests of DeepSpeed's CPU Adam. Catches: a
-gradient that is added twice, or not at all, to the gradient plane (the state's array of all
+gradient that is added twice, or not at all, to the gradient buffer (the state's array of all
 gradients); a parameter without a gradient that is stepped; a parameter that is stepped with the
 options of another group; a clip factor that also applies to the next step; a step although a
 gradient is not finite; a state dict that torch.optim.AdamW can't continue from.
@@ -696,7 +696,7 @@ class Registrar:
 
 
 def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
-    """For parameters on the host this is the gradient plane."""
+    """For parameters on the host this is the gradient buffer."""
     registrar, model = Registrar(), net(torch.bfloat16)
     optimizer = AdamW(
         model.parameters(), state_format="int8-moments", memory=MemoryPolicy(pin=registrar)

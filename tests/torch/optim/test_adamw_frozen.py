@@ -333,7 +333,7 @@ def test_a_freed_optimizer_frees_its_memory_and_leaves_the_gradients() -> None:
 @pytest.mark.parametrize("how", ("accumulated", "assigned"))
 def test_a_gradient_that_the_caller_keeps_is_not_overwritten(how: str) -> None:
     """After zero_grad and another backward the kept tensor has its old values, and the new gradient
-    has the old one's address in the gradient plane. "assigned": the program sets `grad` itself."""
+    has the old one's address in the gradient buffer. "assigned": the program sets `grad` itself."""
     model = layers()
     optimizer = AdamW(model.parameters())
     weight = model[2].weight

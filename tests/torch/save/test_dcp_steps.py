@@ -185,7 +185,7 @@ def test_all_ranks_read_the_step_of_rank_0(
         ("value", "value of rng.state can't be saved"),
         ("ranks", "value of epoch differs on rank 1 (expected 0, got 1)"),
         ("models", "tensors of one model are not under one key (expected one key, got ema, model)"),
-        ("adamw", "lacks the planes of modicum.torch.AdamW"),
+        ("adamw", "lacks the state tensors of modicum.torch.AdamW"),
     ],
 )
 def test_a_save_that_fails_leaves_nothing(

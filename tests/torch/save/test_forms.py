@@ -299,7 +299,7 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: s
     for of, by in ((model, optimizer), (again, new)):
         of.train_by(by, 5)
     assert torch.equal(model.matrix, again.matrix) and torch.equal(model.vector, again.vector)
-    with pytest.raises(UsageError, match="UNSUPPORTED: a state dict lacks the planes"):
+    with pytest.raises(UsageError, match="UNSUPPORTED: a state dict lacks the state tensors"):
         ModicumWriter(tmp_path / "steps", step=2, model=model, optimizer=optimizer)
     other = Around(optimizer.optimizer)
     # The vector's moments are tensors in every format.

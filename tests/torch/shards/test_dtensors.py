@@ -108,7 +108,7 @@ def test_a_promise_says_that_a_state_cannot_be_saved(two: Ranks, tmp_path: Path)
         assert answer["text"].endswith(f"\nwarning: {warning}\n")
         assert answer["issued"] == ([f"modicum: {warning}"] if rank == 0 else [])
         promise, why = warning.split(": ", 1)
-        assert promise == "a save is not promised" and "(tensor w, " in why
+        assert promise == "the memory of a save is not predicted" and "(tensor w, " in why
         # The error is that of the rank that refused first.
         assert answer["refused"].startswith(why.split(", got")[0])
     for answer in two.ask("dtensor_blocks", folder=str(tmp_path), columns=512):

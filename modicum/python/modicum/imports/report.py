@@ -26,7 +26,7 @@ class ImportReport:
     """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a
     warning, where the file system can't sync a directory."""
     promised_bytes: int
-    """The promised peak of this process's host memory."""
+    """The predicted peak of this process's host memory."""
     held_bytes: int
     """Its peak by the kernel's count, Python objects included."""
     left_out: list[str] = field(default_factory=list)

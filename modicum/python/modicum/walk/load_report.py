@@ -1,4 +1,4 @@
-"""The report of a load: promised and measured memory."""
+"""The report of a load: predicted and measured memory."""
 
 import sys
 from collections.abc import Mapping, Sequence

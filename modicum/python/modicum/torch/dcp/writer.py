@@ -108,7 +108,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         holding = read_options("ModicumWriter", MemoryPolicy, memory, ("staging", "ledger"))
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, AdamW):
-            what = "a state dict lacks the planes of modicum.torch.AdamW"
+            what = "a state dict lacks the state tensors of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer = model, optimizer
         self._form = Form(**files, staging=holding["staging"], adapters=False)

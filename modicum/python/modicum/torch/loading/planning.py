@@ -172,7 +172,7 @@ def plan_of(
     budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
     needs = _needs_of(options, places)
     files, refused = _state_files(needs, model, ranks)
-    warning = f"a save is not promised: {refused}" if refused else ""
+    warning = f"the memory of a save is not predicted: {refused}" if refused else ""
     if warning and ranks.rank == 0:
         warnings.warn(f"modicum: {warning}", stacklevel=3)
     plan = _modicum.make_plan(

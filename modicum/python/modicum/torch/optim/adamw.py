@@ -50,9 +50,10 @@ from modicum.upstream.torch_core import load_hooks, not_compiled
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with its state on the host. The constructor allocates the state of all parameters that
-    train, as planes: arrays of one kind of value. A frozen parameter has no state until it trains.
-    While any parameter that trains is on meta, no state is allocated: `modicum.torch.load(...,
-    optimizer=)`, `prepare` within `loading()`, `allocate` or a step does it later.
+    train, as state tensors: arrays of one kind of value. A frozen parameter has no state until it
+    trains. While any parameter that trains is on meta, no state is allocated:
+    `modicum.torch.load(..., optimizer=)`, `prepare` within `loading()`, `allocate` or a step does
+    it later.
 
     It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
     `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of
@@ -357,7 +358,7 @@ class AdamW(torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, as in torch. The gradient plane stays allocated. If a program keeps a
+        """Clears gradients, as in torch. The gradient buffer stays allocated. If a program keeps a
         tensor that was `parameter.grad`, the tensor's values survive the next backward. Those of a
         view of the tensor do not: clone views."""
         super().zero_grad(set_to_none)
@@ -414,7 +415,7 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A state dict that torch.optim.AdamW can load: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
         in float32 with each parameter's shape; and `master` if the parameter is its rounded copy or
-        its upper half. float32 planes are views. Others are exported to new memory, 4 bytes per
+        its upper half. float32 ones are views. Others are exported to new memory, 4 bytes per
         element, which the dict holds."""
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
@@ -432,7 +433,7 @@ class AdamW(torch.optim.Optimizer):
 
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields
-        views of planes and scales in their own dtypes, to save or to fill without a copy."""
+        views of state tensors and scales in their own dtypes, to save or to fill without a copy."""
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()

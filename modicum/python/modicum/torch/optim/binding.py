@@ -215,7 +215,7 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
 
 
 def is_in_place(part: Part, grad: torch.Tensor) -> bool:
-    """Whether the gradient is the view of the state's gradient plane."""
+    """Whether the gradient is the view of the state's gradient buffer."""
     return grad is part.grad and place_of(grad) == part.grad_place
 
 

@@ -48,7 +48,7 @@ class Part:
     shard: int = 0
     """Its index in that state."""
     plane: torch.Tensor | None = None
-    """Its elements in the state's gradient plane (array of gradients), one-dimensional."""
+    """Its elements in the state's gradient buffer, one-dimensional."""
     grad: torch.Tensor | None = None
     """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
     grad_place: tuple[Any, ...] = ()

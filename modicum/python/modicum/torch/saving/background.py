@@ -27,8 +27,9 @@ waits until the part is written, and votes, so that a long step of the training 
 grace. A call of this module or a step of AdamW that it interrupts votes at its own end, also if the
 step is skipped or raises.
 
-states.py has the states and what changes them. If a rank's part fails, all ranks drop the saved
-step, and each raises the error, once, in its next call in which the ranks learn of the errors of
+states.py has the states and what changes them. If a rank's part fails, all ranks drop the new
+checkpoint, and each raises the error, once, in its next call in which the ranks learn of the errors
+of
 others: `result`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
 """
 

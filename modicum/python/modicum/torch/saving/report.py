@@ -30,7 +30,7 @@ class SaveReport(PrintableReport):
     """Whether the checkpoint survives a power cut, as far as the kernel tells. False, with a
     warning, where the file system can't sync a directory."""
     promised_bytes: int
-    """The promised peak of host memory of a rank's process; the largest of all ranks."""
+    """The predicted peak of host memory of a rank's process; the largest of all ranks."""
     held_bytes: int
     """The peak of a rank's process by the kernel's count, Python objects included; the largest."""
     blocked_s: float
@@ -75,7 +75,7 @@ class ResumeReport(PrintableReport):
     """Newer checkpoints that are incomplete or damaged: a dict with `step` and `reason` for
     each."""
     load: LoadReport
-    """The report of loading the weights; its promise includes the optimizer's state."""
+    """The report of loading the weights; its prediction includes the optimizer's state."""
     read_bytes: int
     """Bytes of weights and state, read by all ranks."""
     elapsed_s: float
