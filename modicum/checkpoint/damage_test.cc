@@ -99,7 +99,7 @@ TEST(Damage, AnyOtherErrorEndsAResume) {
   }
 }
 
-TEST(Damage, AStepOfALaterVersionEndsAResume) {
+TEST(Damage, ACheckpointOfALaterVersionEndsAResume) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_whole(files, step);
   make_later(files, 2);
@@ -108,7 +108,7 @@ TEST(Damage, AStepOfALaterVersionEndsAResume) {
   EXPECT_TRUE(skipped.empty());
 }
 
-TEST(Damage, AFileOfAnotherKindDamagesAStep) {
+TEST(Damage, AFileOfAnotherKindDamagesACheckpoint) {
   const TempDir temp;
   PosixFileSystem real;
   const std::string root = temp / "root";
@@ -141,7 +141,7 @@ TEST(Damage, AFileOfAnotherKindDamagesAStep) {
   EXPECT_EQ(check_run_checkpoint(real, path).step, 1);
 }
 
-TEST(Damage, ADirectoryWithTheRecordOfAnotherStepIsSkipped) {
+TEST(Damage, ADirectoryWithTheRecordOfAnotherCheckpointIsSkipped) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_whole(files, step);
   files.rename(kRoot + "/step-2", kRoot + "/step-5");
@@ -154,7 +154,7 @@ TEST(Damage, ADirectoryWithTheRecordOfAnotherStepIsSkipped) {
 }
 
 // Another process saves step 3 and removes step 2 at each call of the choice.
-TEST(Damage, AStepThatIsRemovedMeanwhileIsChosenAgain) {
+TEST(Damage, ACheckpointThatIsRemovedMeanwhileIsChosenAgain) {
   int64_t at = 1;
   for (;; ++at) {
     MemoryFileSystem under;
@@ -174,7 +174,7 @@ TEST(Damage, AStepThatIsRemovedMeanwhileIsChosenAgain) {
   EXPECT_GT(at, 10);
 }
 
-TEST(Damage, NewestStepGoesOnBelowTheSkippedOnes) {
+TEST(Damage, NewestCheckpointGoesOnBelowTheSkippedOnes) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3}) save_whole(files, step);
   std::vector<SkippedCheckpoint> skipped = {{3, "INTEGRITY: its values"}};
@@ -202,7 +202,7 @@ TEST(Damage, RetentionComparesHeadersAndTexts) {
 
 // Of steps 1 to 5 the checkpoint of step 4 is damaged, and 5 has just been saved with keep 2: 1 and
 // 2 must go. A call fails in turn. Whatever is removed must be one of these two.
-TEST(Damage, AnErrorDuringRetentionCostsNoStep) {
+TEST(Damage, AnErrorDuringRetentionCostsNoCheckpoint) {
   int64_t fail_at = 1;
   for (;; ++fail_at) {
     MemoryFileSystem under;
@@ -223,7 +223,7 @@ TEST(Damage, AnErrorDuringRetentionCostsNoStep) {
   EXPECT_GT(fail_at, 40);
 }
 
-TEST(Damage, AStepOfALaterVersionEndsRetention) {
+TEST(Damage, ACheckpointOfALaterVersionEndsRetention) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_whole(files, step);
   make_later(files, 2);
@@ -232,7 +232,7 @@ TEST(Damage, AStepOfALaterVersionEndsRetention) {
   EXPECT_EQ(steps_in(files).size(), 3U);
 }
 
-TEST(Damage, AStepThatStaysDoesNotEndRetention) {
+TEST(Damage, ACheckpointThatStaysDoesNotEndRetention) {
   MemoryFileSystem under;
   for (const int64_t step : {1, 2, 3}) save_whole(under, step);
   const CheckpointInFlight step = save_whole(under, 4);
@@ -290,7 +290,7 @@ TEST(Damage, RetentionOpensFewFiles) {
 
 // ---- a save of a damaged checkpoint's number
 
-TEST(Damage, ADamagedStepIsSetAside) {
+TEST(Damage, ADamagedCheckpointIsSetAside) {
   MemoryFileSystem files;
   save_whole(files, 7);
   files.put(path_of(7, "optimizer/state.json"), "12345");
@@ -317,7 +317,7 @@ TEST(Damage, ADamagedStepIsSetAside) {
 
 // Catches: two saves that find a damaged checkpoint, of which the second renames the checkpoint of
 // the first.
-TEST(Damage, AStepThatHasBeenReplacedIsNotSetAside) {
+TEST(Damage, ACheckpointThatHasBeenReplacedIsNotSetAside) {
   MemoryFileSystem files;
   const auto read = save_whole(files, 7).uuid;
   set_aside(files, kRoot, {7, "INTEGRITY: it"}, read);
@@ -331,7 +331,7 @@ TEST(Damage, AStepThatHasBeenReplacedIsNotSetAside) {
 
 // ---- a checkpoint inside another program's directory
 
-TEST(Damage, AStepOfALaterVersionKeepsItsCommit) {
+TEST(Damage, ACheckpointOfALaterVersionKeepsItsCommit) {
   MemoryFileSystem files;
   save_whole(files, 1);
   make_later(files, 1);

@@ -158,7 +158,7 @@ TEST(MostRecordBytes, ARecordThatWouldBeTooLongHasNoChecksums) {
 
 // 3 T parameters in bfloat16, with master, exp_avg and exp_avg_sq in float32: 42 TB, and 191 MB of
 // digests.
-TEST(MostRecordBytes, AStepOfThreeTrillionParametersIsRefused) {
+TEST(MostRecordBytes, ACheckpointOfThreeTrillionParametersIsRefused) {
   const auto of_parameters = [](size_t billions, size_t tensors, DType dtype) {
     return output_manifest(
         split_into_files(specs_of(billions * tensors, {1'000, 1'000'000}, dtype), 5 * kGiB));

@@ -8,9 +8,10 @@
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
 //                                  host, pid and start time of the leader. While files are written
 //                                  it has an owner file, .owner (owner.h)
-//   ROOT/.lock                     while a checkpoint is published and old ones are removed
-//   (owner.h) ROOT/.trash-UUID/              being removed ROOT/.damaged-12-UUID/         was
-//   ROOT/step-12 until a save of step 12 found it damaged; never
+//   ROOT/.lock                     while a checkpoint is published and old ones are removed; see
+//                                  owner.h
+//   ROOT/.trash-UUID/              being removed
+//   ROOT/.damaged-12-UUID/         was ROOT/step-12 until a save of step 12 found it damaged; never
 //                                  removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
 //   ROOT/latest                    "step-12", the checkpoint saved last: for people; Modicum itself
@@ -21,9 +22,8 @@
 //
 //   DIR/trainer_state.json         any other file: not part of the record, and not touched, except
 //                                  that weights of another save of a model are removed
-//   DIR/.partial-13-OWNER-UUID/    in flight: the checkpoint's files, until they are renamed into
-//   DIR DIR/COMMIT                     written last, when every file of the checkpoint has its
-//   final name
+//   DIR/.partial-13-OWNER-UUID/    in flight: the checkpoint's files, until they are renamed
+//   DIR/COMMIT                     written last, when every file of it has its final name
 //
 // A directory with a `.partial-` directory and no COMMIT is an incomplete checkpoint: a failed save
 // empties its `.partial-` directory, and leaves it as the mark of the failure.

@@ -138,7 +138,7 @@ TEST(CheckpointRecord, InvalidRecordsAreRefused) {
   }
 }
 
-TEST(Steps, TheNewestIntactStepIsChosen) {
+TEST(RunCheckpoints, TheNewestIntactCheckpointIsChosen) {
   MemoryFileSystem files;
   for (const int64_t step : {9, 10, 2})
     EXPECT_EQ(save_checkpoint(files, step).warnings, Warnings());
@@ -154,7 +154,7 @@ TEST(Steps, TheNewestIntactStepIsChosen) {
   EXPECT_EQ(files.get("/root/latest"), "step-2\n");
 }
 
-TEST(Steps, SavingAnExistingStepIsAConflict) {
+TEST(RunCheckpoints, SavingAnExistingCheckpointIsAConflict) {
   MemoryFileSystem files;
   save_checkpoint(files, 3);
   const std::string before = files.get("/root/step-3/manifest.json");
@@ -172,7 +172,7 @@ TEST(Steps, SavingAnExistingStepIsAConflict) {
 
 // Damages each file in turn: removes it, or cuts off its last byte. The previous checkpoint must
 // then be chosen, and the reason must name the file.
-TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
+TEST(RunCheckpoints, ADamagedCheckpointIsSkippedWithTheReason) {
   for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
     for (const bool removes : {true, false}) {
       MemoryFileSystem files;
@@ -191,7 +191,7 @@ TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
 }
 
 // Catches: a byte of the manifest or of COMMIT that no check covers.
-TEST(Steps, AnyFlippedBitIsDetected) {
+TEST(RunCheckpoints, AnyFlippedBitIsDetected) {
   for (const char* name : {"manifest.json", "COMMIT"}) {
     MemoryFileSystem files;
     save_checkpoint(files, 1);
@@ -207,7 +207,7 @@ TEST(Steps, AnyFlippedBitIsDetected) {
   }
 }
 
-TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
+TEST(RunCheckpoints, RetentionKeepsTheNewestIntactCheckpoints) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3, 4}) save_checkpoint(files, step);
   files.remove("/root/step-4/config.json");
@@ -220,7 +220,7 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
 
 // Another program's weights in the directory. Catches: a checkpoint that readers skip, and that
 // retention keeps in place of an intact one.
-TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
+TEST(RunCheckpoints, ACheckpointToWhichWeightsWereAddedIsDamaged) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3}) save_checkpoint(files, step);
   files.put("/root/step-2/model.safetensors.index.json", "{}");
@@ -235,7 +235,7 @@ TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
 
 // Catches: a checkpoint that is removed by its own save, since checkpoints with larger numbers
 // exist.
-TEST(Steps, RetentionKeepsTheStepJustSaved) {
+TEST(RunCheckpoints, RetentionKeepsTheCheckpointJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {100, 200, 300, 150}) save_checkpoint(files, step);
   EXPECT_EQ(retain(files, 2, 150), std::nullopt);
@@ -244,7 +244,7 @@ TEST(Steps, RetentionKeepsTheStepJustSaved) {
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150"}));
 }
 
-TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
+TEST(RunCheckpoints, AFailedRemovalOfOldCheckpointsIsAWarning) {
   std::set<std::string> failed;
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
@@ -272,7 +272,7 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
 
 // Saves step 5 (a) and step 6 (b), with keep 1, in every order of their begins, publications and
 // retentions. Catches: a save that removes the checkpoint of another, so that none is left.
-TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
+TEST(RunCheckpoints, RetentionSparesTheCheckpointsOfSavesAtTheSameTime) {
   std::string order = "aaabbb";
   do {
     MemoryFileSystem files;
@@ -300,7 +300,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
 
 // A whole save of step 6 at each call of a save of step 5. The latter removes step 6 only if it was
 // there before it began.
-TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
+TEST(RunCheckpoints, ASaveAtAnyCallOfAnotherKeepsItsCheckpoint) {
   const auto save = [](FileSystem& files, int64_t number) {
     const CheckpointInFlight step = begin_checkpoint(files, "/root", number, kOwner, true);
     write_files(files, step);
@@ -327,7 +327,7 @@ TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
 }
 
 // Catches: a save that removes old checkpoints although somebody has removed or replaced its own.
-TEST(Steps, RetentionNeedsTheStepJustSaved) {
+TEST(RunCheckpoints, RetentionNeedsTheCheckpointJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2}) save_checkpoint(files, step);
   CheckpointInFlight step{.root = "/root", .step = 3, .uuid = "0"};
@@ -346,7 +346,7 @@ TEST(Steps, RetentionNeedsTheStepJustSaved) {
 }
 
 // Catches: another program's manifest.json that makes a directory look like a saved checkpoint.
-TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
+TEST(RunCheckpoints, AManifestOfAnotherProgramIsNoRecord) {
   MemoryFileSystem files;
   save_checkpoint(files, 1);
   const std::string record = files.get("/root/step-1/manifest.json");
@@ -364,7 +364,7 @@ TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
   EXPECT_TRUE(is_run_checkpoint(files, "/a/checkpoint-7"));
 }
 
-TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
+TEST(RunCheckpoints, LeftoversOfDeadOwnersAreRemoved) {
   MemoryFileSystem files;
   save_checkpoint(files, 1);
   const CheckpointInFlight live = begin_checkpoint(files, "/root", 2, {"host", 8, 11});
@@ -389,7 +389,7 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
 // Each call fails in turn, with each error. The new checkpoint is then absent, or intact if the
 // save returned, and the old one is intact. Catches: a checkpoint that is durable only if `latest`
 // is written; an error although the checkpoint is visible.
-TEST(Steps, AFaultAtAnyCallLosesNothing) {
+TEST(RunCheckpoints, AFaultAtAnyCallLosesNothing) {
   for (const int error : {EIO, ENOSPC, EDQUOT, EINTR, ESTALE}) {
     for (int64_t fail_at = 1;; ++fail_at) {
       MemoryFileSystem under;
@@ -421,7 +421,7 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
 }
 
 // Catches: an error, after which the caller saves the checkpoint again, for a name that stays.
-TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
+TEST(RunCheckpoints, ACheckpointWhoseNameCannotBeTakenBackIsSaved) {
   for (const bool is_inside : {false, true}) {
     int warned = 0;
     for (int64_t cut_at = 1;; ++cut_at) {
@@ -453,7 +453,7 @@ TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
 }
 
 // As a server's reply that is lost: the rename is made, and the call fails.
-TEST(Steps, ARenameThatWasMadeDespiteItsErrorIsASavedStep) {
+TEST(RunCheckpoints, ARenameThatWasMadeDespiteItsErrorIsASavedCheckpoint) {
   MemoryFileSystem under;
   int64_t renames_at = 0;
   for (const bool is_lost : {false, true}) {
@@ -472,7 +472,7 @@ TEST(Steps, ARenameThatWasMadeDespiteItsErrorIsASavedStep) {
 }
 
 // As on some FUSE file systems.
-TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
+TEST(RunCheckpoints, WithoutSyncsOfDirectoriesACheckpointIsSavedWithAWarning) {
   MemoryFileSystem under;
   RecordingFileSystem files(under);
   files.refuse_directory_syncs();
@@ -492,7 +492,7 @@ struct PowerCut {};
 // The power fails before each call in turn; only synced writes survive. The old checkpoint is then
 // intact, the new one intact or absent. The new one must be intact if the save had returned.
 // Catches: any omitted sync; COMMIT or a name that is written too early.
-TEST(Steps, APowerCutAtAnyCallLosesNothing) {
+TEST(RunCheckpoints, APowerCutAtAnyCallLosesNothing) {
   int cuts = 0;
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
     MemoryFileSystem under;
@@ -556,7 +556,7 @@ void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
   EXPECT_TRUE(has_name_in_flight(files)) << cut_at;
 }
 
-TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
+TEST(CheckpointInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastCheckpoint) {
   MemoryFileSystem files;
   put_directory(files, 1);
   CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
@@ -598,7 +598,7 @@ std::vector<std::string> weights_after(const std::vector<std::string>& saved,
 
 // Catches: model.safetensors of another program, which from_pretrained reads instead of the shards;
 // a removed base model of adapters, or a removed file that readers don't take for the model.
-TEST(StepInside, ReplacesTheWeightsOfAnotherProgram) {
+TEST(CheckpointInside, ReplacesTheWeightsOfAnotherProgram) {
   const std::string single = "model.safetensors", adapter = "adapter_model.safetensors";
   const std::string first_shard = "model-00001-of-00002.safetensors";
   const std::string two = "model-00002-of-00002.safetensors";
@@ -615,7 +615,7 @@ TEST(StepInside, ReplacesTheWeightsOfAnotherProgram) {
 }
 
 // Catches: a state that is lost without a warning; an empty directory that stays.
-TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
+TEST(CheckpointInside, AModelWithoutStateReplacesOneWithState) {
   MemoryFileSystem files;
   put_directory(files, 1);
   const CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
@@ -627,7 +627,7 @@ TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
   EXPECT_EQ(save_inside(files, 4).warnings, Warnings());
 }
 
-TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {
+TEST(CheckpointInside, AFailedSaveIsRefusedAsUncommitted) {
   MemoryFileSystem files;
   put_directory(files, 1);
   const CheckpointInFlight step = begin_checkpoint_in(files, kInside, 2, kOwner);
@@ -638,7 +638,7 @@ TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {
 }
 
 // Each call fails in turn.
-TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
+TEST(CheckpointInside, AFaultAtAnyCallLeavesAWholeCheckpointOrNone) {
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
     put_directory(under, 1);
@@ -664,7 +664,7 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
 // The power fails before each call in turn. Catches: COMMIT that is written before a rename is
 // durable; an old COMMIT next to files of the new checkpoint; an uncommitted directory that nothing
 // distinguishes from another program's.
-TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
+TEST(CheckpointInside, APowerCutAtAnyCallLeavesAWholeCheckpointOrNone) {
   int cuts = 0;
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
     MemoryFileSystem under;

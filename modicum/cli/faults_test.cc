@@ -189,7 +189,7 @@ TEST_F(Faults, AFileThatIsTruncatedMeanwhileIsAnError) {
 
 // ---- saves
 
-TEST_P(Faults, AFailingCallNeverDamagesAStep) {
+TEST_P(Faults, AFailingCallNeverDamagesACheckpoint) {
   program.succeed("save /model /root --step 1 " + kTrained);
   const auto old = tree_of(files, "/root/step-1");
   int failed = 0;
@@ -214,7 +214,7 @@ TEST_P(Faults, AFailingCallNeverDamagesAStep) {
   expect_steps("/root", {"step-1", "step-10000"});
 }
 
-TEST_P(Faults, ARemovalOfOldStepsKeepsTheNewest) {
+TEST_P(Faults, ARemovalOfOldCheckpointsKeepsTheNewest) {
   int64_t last = 0;
   const auto has = [&](int64_t step) {
     return files.exists(fmt::format("/root/step-{}/COMMIT", step));

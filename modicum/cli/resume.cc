@@ -111,7 +111,7 @@ int run_resume(const Args& args, const Surroundings& at) {
   run.optimizer.clear();  // default: the saved optimizer
   add_run_flags(app, run);
   app.get_option("DIR")->description(
-      "a checkpoint that was saved, or a ROOT, of which the newest intact checkpoint is loaded; "
+      "a saved checkpoint, or a ROOT, of which the newest intact checkpoint is loaded; "
       "damaged ones are skipped");
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));

@@ -116,7 +116,7 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 
 int run_verify(const Args& args, const Surroundings& at) {
   CLI::App app(
-      "check the files and the values of a checkpoint, or of all checkpoints of a ROOT; "
+      "check the files and the values of a saved checkpoint, or of all checkpoints of a ROOT; "
       "for any other checkpoint, check the structure of its files and, in "
       "the Hugging Face cache, their SHA-256",
       "modicum verify");

@@ -131,7 +131,7 @@ enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 // that goes on from a checkpoint) only the whole promise has a meaning.
 //
 //   load      the three phases of the load
-//   step            the phase of PlanOptions::after
+//   step      the phase of PlanOptions::after
 //   save      the phase `save`
 //   resume    the three phases of the load, and the phase `resume`
 enum class Part : uint8_t { load, step, save, resume };

@@ -30,8 +30,8 @@ Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
 // parameters already. All ranks call it at the same time. Returns the bytes read.
 //
 // A plane that the state holds as it was saved is read straight into the state. Any other is read
-// in windows, exported to fp32 as saved, and imported as by AdamW::import_from with the saved
-// step count, so that its bits are those of an AdamW that imports the saved values. Where the master has
+// in windows, exported to fp32 as saved, and imported as by AdamW::import_from with the same step
+// count, so that its bits are those of an AdamW that imports the saved values. Where the master has
 // memory of its own and is converted, the parameter becomes the rounded master, since the formats
 // round ties between two bf16 differently.
 //

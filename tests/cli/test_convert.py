@@ -153,7 +153,7 @@ def test_targets_of_a_recipe_are_written(modicum: Path, moe: Path, tmp_path: Pat
     assert torch.equal(result["stacked"], torch.stack([source[name] for name in experts]))
 
 
-def test_a_step_becomes_a_checkpoint(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_saved_checkpoint_becomes_a_plain_one(modicum: Path, moe: Path, tmp_path: Path) -> None:
     run_json(modicum, "save", moe, tmp_path / "root", "--step", 1, "--ranks", 2)
     run_json(modicum, "convert", tmp_path / "root/step-1", tmp_path / "out")
     assert run(modicum, "diff", moe, tmp_path / "out").code == 0

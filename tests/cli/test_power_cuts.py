@@ -109,7 +109,7 @@ def cut_all(saving: Saving, flags: list[int], most: int | None) -> int:
 
 
 @pytest.mark.parametrize("kind", ("ext4", pytest.param("xfs", marks=pytest.mark.soak)))
-def test_steps_survive_power_cuts(
+def test_checkpoints_survive_power_cuts(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path: Path, kind: str
 ) -> None:
     if reason := why_no_disk(kind, tmp_path):
@@ -122,7 +122,7 @@ def test_steps_survive_power_cuts(
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ("ext4", "xfs"))
-def test_steps_survive_a_power_cut_at_every_call(
+def test_checkpoints_survive_a_power_cut_at_every_call(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path: Path, kind: str
 ) -> None:
     if reason := why_no_disk(kind, tmp_path):

@@ -353,7 +353,7 @@ def test_default_staging_shrinks_to_fit(
         assert rank["kernel_peak_bytes"] <= rank["promised_bytes"]
 
 
-def test_keep_counts_intact_steps_only(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_keep_counts_intact_checkpoints_only(modicum: Path, moe: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     for step in (1, 2, 3):
         run_json(modicum, "save", moe, root, "--step", step)
@@ -362,7 +362,7 @@ def test_keep_counts_intact_steps_only(modicum: Path, moe: Path, tmp_path: Path)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2", "step-3", "step-4"]
 
 
-def test_keep_counts_the_step_just_saved(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_keep_counts_the_checkpoint_just_saved(modicum: Path, moe: Path, tmp_path: Path) -> None:
     """After a rollback later checkpoints exist: the new checkpoint stays, and so do the last ones
     of them."""
     root = tmp_path / "root"
@@ -474,7 +474,9 @@ def test_every_damaged_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -
             assert skipped["step"] == 2 and named in skipped["reason"]
 
 
-def test_a_damaged_value_is_named_with_its_step(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_damaged_value_is_named_with_its_checkpoint(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "root"
     for step in (1, 2):
         run_json(modicum, "save", moe, root, "--step", step, "--optimizer", "adamw:fp32")
@@ -489,7 +491,7 @@ def test_a_damaged_value_is_named_with_its_step(modicum: Path, moe: Path, tmp_pa
     assert (error["category"], error["code"]) == ("INTEGRITY", 12) and error["tensor"]
 
 
-def test_a_save_of_a_step_with_state_warns(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_save_of_a_checkpoint_with_state_warns(modicum: Path, moe: Path, tmp_path: Path) -> None:
     """Only the weights of the checkpoint are loaded."""
     words = ("--step", 1, "--optimizer", "adamw:fp32")
     assert run_json(modicum, "save", moe, tmp_path / "root", *words)["warnings"] == []
@@ -538,7 +540,9 @@ def test_an_unfinished_save_is_not_committed(
     assert "UNCOMMITTED" in done.stderr
 
 
-def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_only_saved_checkpoints_are_verified_as_such(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
     """A converted checkpoint next to the saved ones, and another program's manifest.json next
     to a model."""
     root = tmp_path / "root"
@@ -555,7 +559,7 @@ def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Pa
     assert run(modicum, "verify", root / "model", "--json").code == 19
 
 
-def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_killed_saves_leave_an_intact_checkpoint(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     """A save is killed at a random moment. Then `resume` loads its checkpoint, if committed, or
     the checkpoint before; at the end the next save has removed the files of all killed ones."""
     root = tmp_path / "root"

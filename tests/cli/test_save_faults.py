@@ -75,7 +75,7 @@ def calls_of_a_save(
         *(pytest.param(fault, None, marks=pytest.mark.soak) for fault in FAULTS),
     ],
 )
-def test_a_failing_call_never_damages_a_step(
+def test_a_failing_call_never_damages_a_checkpoint(
     modicum: Path, moe: Path, tmp_path: Path, faulty: FaultyFiles, fault: str, sample: int | None
 ) -> None:
     """The fault hits each call of a save in turn, or a sample of them. The save succeeds, or fails
@@ -156,7 +156,7 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 
 
 @pytest.mark.parametrize("kills", (60, pytest.param(1000, marks=pytest.mark.soak)))
-def test_killed_saves_leave_an_intact_step(
+def test_killed_saves_leave_an_intact_checkpoint(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
     """Four saves at a time write to one root, two of them with shards of dim 1. Each of them, or

@@ -96,7 +96,7 @@ def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out
         for n, family in enumerate(EVERY)
     ],
 )
-def test_an_untrained_step_loads_like_its_source(
+def test_an_untrained_checkpoint_loads_like_its_source(
     modicum: Path, tmp_path: Path, number: int
 ) -> None:
     family = EVERY[number]

@@ -473,7 +473,7 @@ def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {
 
 def compared_values(checkpoint: Checkpoint, of_ranks: Sequence[str], folder: str = '') -> dict:
     """
-    The values of a step that all ranks together have compared with its record: a dict with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of the checkpoint's files in the step.
+    The values of a checkpoint that all ranks together have compared with its record: a dict with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of the files in the saved checkpoint.
     """
 
 def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '', compared: dict | None = None) -> tuple:
@@ -725,7 +725,7 @@ def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place:
 
 class StateFiles:
     """
-    The tensors of AdamW's state in a step.
+    The tensors of AdamW's state in a checkpoint.
 
     Args:
         parameters: (fqn, dtype, shape, format, whether its memory is the master) each.
@@ -821,15 +821,15 @@ class CheckpointSave:
     Only the rank that leads the save has one.
 
     Args:
-        root: the directory of all steps.
-        step: the step's number.
+        root: the directory of the run's checkpoints.
+        step: the number of the training step: S of ROOT/step-S.
         directories: subdirectories to make: "optimizer", "extra".
-        inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-            is not committed until `publish`.
-        keep: the number of intact steps to keep, including this one; None: all.
+        inside: whether `root`, a directory to which others write as well, becomes the checkpoint
+            itself. It is not committed until `publish`.
+        keep: the number of intact checkpoints to keep, including this one; None: all.
 
     Raises:
-        IoError: CONFLICT if the step exists.
+        IoError: CONFLICT if the checkpoint exists.
     """
 
     def __init__(self, root: str, step: int, directories: Sequence[str] = [], inside: bool = False, keep: int | None = None) -> None: ...
@@ -848,30 +848,30 @@ class CheckpointSave:
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:
         """
-        Makes the step durable and visible, then removes old ones. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
+        Makes the checkpoint durable and visible, then removes old ones. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
         """
 
     def discard(self) -> None:
-        """Removes the files, unless the step was published."""
+        """Removes the files, unless the checkpoint was published."""
 
 def require_recordable(plan: SavePlan, texts: Sequence[tuple[str, str]], others: Sequence[str], *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '') -> None:
     """
-    Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see CheckpointSave.publish.
+    Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see CheckpointSave.publish.
     """
 
 def newest_checkpoint(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
     """
-    The newest step whose headers and other files have the recorded digests, older than those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) if there is none.
+    The newest checkpoint whose headers and other files have the recorded digests, older than those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, with `skipped`, the damaged checkpoints that were found now. Raises IntegrityError (UNCOMMITTED) if there is none.
     """
 
 def checkpoint_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
-    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first damage, or an empty text. Raises IoError if a file can't be read.
+    Compares one rank's part of a checkpoint with the recorded digests; all ranks together compare every byte. Returns the text of the first damage, or an empty text. Raises IoError if a file can't be read.
     """
 
 def open_run_checkpoint(path: str) -> dict:
     """
-    The dict of newest_checkpoint, without `skipped`, for one step. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
+    The dict of newest_checkpoint, without `skipped`, for one checkpoint. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
     """
 
 def check_run_checkpoint(path: str) -> dict:
@@ -881,12 +881,12 @@ def check_run_checkpoint(path: str) -> dict:
 
 def examine_checkpoint(root: str, step: int) -> dict | None:
     """
-    As check_run_checkpoint, for the step of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
+    As check_run_checkpoint, for the checkpoint of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
     """
 
 def set_aside(root: str, step: int, reason: str, uuid: str | None) -> dict:
     """
-    Renames a damaged step, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_checkpoint.
+    Renames a damaged checkpoint, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_checkpoint.
     """
 
 def process_memory(pid: int = 0) -> dict:

@@ -181,7 +181,7 @@ del model  # else `page_block` would compute digests of it
 
 
 @SOAK
-def test_torchtitans_manager_saves_and_loads_steps(
+def test_torchtitans_manager_saves_and_loads_checkpoints(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
     script = TITAN.replace("FOLDER", repr(str(tmp_path / "titan")))

@@ -163,7 +163,7 @@ def test_why_adapters_are_not_saved_alone() -> None:
     assert "no PeftModel is around it" in str(why_not_alone(bare))
 
 
-def test_a_step_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:
     front.save(wrapped("lora", 1), tmp_path / "steps", step=5)
     with pytest.raises(UsageError, match="holds adapters only"):
         front.resume(torch_front.empty("qwen3"), tmp_path / "steps", progress=False)

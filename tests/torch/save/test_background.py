@@ -125,7 +125,7 @@ def assert_same_step(root: Path, program: Path) -> None:
     ],
     ids=str,
 )
-def test_the_step_is_that_of_the_foreground(
+def test_the_checkpoint_is_that_of_the_foreground(
     worlds: Worlds, model: str, root: Path, modicum: Path,
     cut: Cut, optimizer: str, dtype: str, size: int | None, cpus: int,
 ) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def test_memory_that_is_read_stays(
         ("moment", "UsageError", "model.embed_tokens.weight.exp_avg"),
     ],
 )
-def test_a_rank_that_fails_leaves_the_old_step(
+def test_a_rank_that_fails_leaves_the_old_checkpoint(
     worlds: Worlds, model: str, root: Path, how: str, error: str, words: str
 ) -> None:
     """All ranks raise the error twice: in the same optimizer step, and in `wait`. Afterwards the
@@ -246,7 +246,7 @@ def test_the_window_is_promised(worlds: Worlds, model: str, root: Path) -> None:
         assert not answer["is_there"], "the refused save has made its directory"
 
 
-def test_a_kill_leaves_the_old_step(
+def test_a_kill_leaves_the_old_checkpoint(
     faulty: FaultyFiles, worlds: Worlds, model: str, root: Path
 ) -> None:
     """Both ranks are killed during a save in the background of step 1. A resume then finds only
@@ -289,7 +289,7 @@ def begin(
     ),
     ids=str,
 )
-def test_sigterm_ends_the_process_after_the_step(
+def test_sigterm_ends_the_process_after_the_checkpoint(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path,
     grace: float, does: str, committed: bool,
 ) -> None:  # fmt: skip

@@ -75,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- values
 
 
-def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     model, optimizer = trained()
     report = import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     step = tmp_path / "steps/step-4"
@@ -103,7 +103,7 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     }
 
 
-def test_modicum_resumes_the_step(directory: Path, tmp_path: Path) -> None:
+def test_modicum_resumes_the_checkpoint(directory: Path, tmp_path: Path) -> None:
     import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     (model, optimizer), (saved, saved_optimizer) = trained(), trained()
     with torch.no_grad():

@@ -322,7 +322,7 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
     assert_holds(Path(report.path), model)
 
 
-def test_the_last_step_serves_once_the_source_is_removed(
+def test_the_last_checkpoint_serves_once_the_source_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The source was given as a relative path, and the program changes its directory later."""
@@ -339,7 +339,7 @@ def test_the_last_step_serves_once_the_source_is_removed(
     assert_holds(Path(third.path), model)
 
 
-def test_a_source_elsewhere_serves_once_the_saved_step_is_removed(tmp_path: Path) -> None:
+def test_a_source_elsewhere_serves_once_the_saved_checkpoint_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "steps"
     front.save(loaded("llama"), root, step=1)
     model = loaded("llama", root / "step-1")
@@ -347,7 +347,7 @@ def test_a_source_elsewhere_serves_once_the_saved_step_is_removed(tmp_path: Path
     assert_holds(Path(front.save(model, root, step=3).path), model)
 
 
-def test_a_step_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     """The save has succeeded: raised as an error, a failed removal would be retried, and the
     checkpoint would then exist. A save does not remove another user's checkpoint."""
     if os.geteuid() != 0:
@@ -395,7 +395,9 @@ def test_what_a_resume_does_not_read_is_reported(tmp_path: Path) -> None:
     assert report.step == 1 and report.not_compared[-1].endswith("inv_freq")
 
 
-def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:
+def test_checkpoints_cross_between_python_and_the_command_line(
+    tmp_path: Path, modicum: Path
+) -> None:
     """Python resumes a checkpoint of `modicum save` and saves it again. `modicum resume` from the
     second checkpoint ends with the same state as `modicum resume` from the first."""
     root, again = tmp_path / "steps", tmp_path / "again"

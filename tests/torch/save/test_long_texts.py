@@ -59,7 +59,7 @@ def test_a_fifo_is_refused_at_once(reader: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000], ids=["end", "utf8", "deep"])
-def test_a_damaged_text_of_a_step_is_named(text: bytes) -> None:
+def test_a_damaged_text_of_a_checkpoint_is_named(text: bytes) -> None:
     with pytest.raises(Error) as raised:
         json_in(text, "groups.json")
     assert (raised.value.category, raised.value.file) == ("INTEGRITY", "groups.json")

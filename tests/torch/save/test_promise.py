@@ -155,7 +155,7 @@ def test_threads_that_copy_from_a_device_are_promised(
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
-def test_the_report_of_a_resume_as_text_names_skipped_steps(
+def test_the_report_of_a_resume_as_text_names_skipped_checkpoints(
     directory: Path, tmp_path: Path
 ) -> None:
     model, optimizer, _ = loaded(directory)

@@ -92,7 +92,7 @@ def test_the_rules_give_the_recorded_answers(tmp_path: Path, record: dict[str, A
     assert format_1.answer_of(changed(record, tmp_path)) == category
 
 
-def test_the_rules_read_the_recorded_steps() -> None:
+def test_the_rules_read_the_recorded_checkpoints() -> None:
     steps = [path.parent for path in formats.FOLDER.rglob("COMMIT") if ".trash-" not in str(path)]
     assert len(steps) > 15
     assert {format_1.answer_of(step) for step in steps} == {"read"}

@@ -21,7 +21,7 @@ def left_by(program: Path, model: str, root: Path, step: int) -> list[str]:
     return left
 
 
-def test_forked_children_and_further_saves_leave_a_step_in_flight(
+def test_forked_children_and_further_saves_leave_a_checkpoint_in_flight(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"

@@ -92,7 +92,7 @@ def assert_ends_early(
 
 
 @pytest.mark.parametrize("to", ((0, 1), (1,)), ids=("both", "one"))
-def test_the_step_is_committed_within_the_grace(
+def test_the_checkpoint_is_committed_within_the_grace(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
 ) -> None:
     """Then SIGTERM ends the ranks that it was sent to, and no others."""
@@ -133,7 +133,7 @@ def test_all_ranks_end_a_save_that_does_not_fit(
     (pytest.param("qwen3", (0, 1, 2, 3), marks=pytest.mark.soak), ("mixtral", (3,))),
     indirect=["on_mesh"],
 )
-def test_a_step_of_a_mesh_is_committed_within_the_grace(
+def test_a_checkpoint_of_a_mesh_is_committed_within_the_grace(
     four: Ranks, on_mesh: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
 ) -> None:
     begin(four, on_mesh, tmp_path, grace=120.0, pause_s=0.05)

@@ -65,7 +65,7 @@ def test_a_directory_that_a_rank_does_not_see_is_refused(
     monkeypatch.setattr(shared, "SEEN_S", 0.1)
     checks: list[int] = []
     rank: Any = SimpleNamespace(rank=3, check=lambda: checks.append(1))
-    with pytest.raises(IoError, match="the root is not shared: rank 3") as refused:
+    with pytest.raises(IoError, match="the run is not shared: rank 3") as refused:
         shared.require_seen(tmp_path / "hidden", rank)
     assert refused.value.file == "hidden" and checks
     (tmp_path / "seen").mkdir()
@@ -74,7 +74,7 @@ def test_a_directory_that_a_rank_does_not_see_is_refused(
 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(WHY_NOT), reason=f"no two nodes here: {WHY_NOT}")
-def test_steps_over_two_nodes_need_a_shared_root(
+def test_checkpoints_over_two_nodes_need_a_shared_root(
     nodes: two_nodes.Nodes, model: str, tmp_path: Path
 ) -> None:
     """With a shared root, the training after a resume is that after the save, bit for bit. If the
@@ -92,7 +92,7 @@ def test_steps_over_two_nodes_need_a_shared_root(
     for answers in asked(nodes, acts, tmp_path / "hidden", hidden=disk):
         for answer in answers:
             assert answer["error"] == "IoError", answer
-            assert "the root is not shared" in answer["message"] and answer["category"] == "IO"
+            assert "the run is not shared" in answer["message"] and answer["category"] == "IO"
             assert answer["culprit_rank"] in (2, 3)
             assert answer["took_s"] < SEEN_S + 5
     assert [*(disk / "new").iterdir()] == [], "the refused save has left files"

@@ -301,7 +301,7 @@ def test_dcp_saves_an_optimizer_without_state_tensors(tmp_path: Path) -> None:
     assert torch.equal(again.matrix, model.matrix)
 
 
-def test_a_step_of_modicum_0_1_without_state_json_is_resumed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_modicum_0_1_without_state_json_is_resumed(tmp_path: Path) -> None:
     """Trainer's checkpoints have groups.json alone for an optimizer without state tensors."""
     with patch.object(planning, "state_of", lambda found, texts: None):
         assert_goes_on(tmp_path, MAKERS["sgd"], 1)

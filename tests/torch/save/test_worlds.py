@@ -196,7 +196,7 @@ def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path
         assert answer["peak"] <= answer["promised"] + MIB
 
 
-def test_the_step_is_a_model_of_transformers(
+def test_the_checkpoint_is_a_model_of_transformers(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, torch: Any
 ) -> None:
     """Compares the names, dtypes and bits of all parameters with those that were saved."""
@@ -237,7 +237,7 @@ def test_extras_of_each_rank_come_back(
     assert alone["extra"][1] == f"[{own[0]}, {own[1]}]"
 
 
-def test_resumes_from_the_step_before_a_damaged_one(
+def test_resumes_from_the_checkpoint_before_a_damaged_one(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
     """The damaged checkpoint is an empty directory."""
@@ -249,7 +249,7 @@ def test_resumes_from_the_step_before_a_damaged_one(
     assert [skipped["step"] for skipped in answer["report"]["skipped"]] == [9]
 
 
-def test_a_save_sets_a_damaged_step_of_its_number_aside(
+def test_a_save_sets_a_damaged_checkpoint_of_its_number_aside(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
     """The ranks share the reading of the checkpoint. Its last byte belongs to one rank's part."""
@@ -279,7 +279,7 @@ def test_a_save_sets_a_damaged_step_of_its_number_aside(
         ("again", "IoError", "saved already"),
     ],
 )
-def test_a_rank_that_fails_leaves_the_old_step(
+def test_a_rank_that_fails_leaves_the_old_checkpoint(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, error: str, words: str
 ) -> None:
     """All ranks raise an error. In the cases "disk" and "step" it names rank 1, except for rank 1's

@@ -86,7 +86,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_the_step_has_what_the_engine_held(
+def test_the_checkpoint_has_what_the_engine_held(
     folder: Path, tmp_path: Path, case: str, state_format: str
 ) -> None:
     report = import_checkpoint(folder / case, tmp_path, state_format=state_format)
@@ -252,7 +252,7 @@ def test_what_cannot_be_read_is_named(copied: Path) -> None:
     refused(copied, FormatError, r"FORMAT.*file latest, got b'\\xff'")
 
 
-def test_files_of_two_steps_are_refused(copied: Path) -> None:
+def test_files_of_two_checkpoints_are_refused(copied: Path) -> None:
     other = copied / f"global_step{zero_rank.STEPS + zero_rank.LATER}"
     for file, words in (("optim", "other steps"), ("model", "another global_steps")):
         path = next((copied / TAG).glob(f"*pp_rank_1_*{file}_states.pt"))

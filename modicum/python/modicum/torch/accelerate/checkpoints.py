@@ -134,7 +134,8 @@ class Checkpoints:
         then committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         checkpoint = _OpenCheckpoint(
-            directory, {i: _ModelToSave(CheckpointInDirectory(folder)) for i, folder in folders.items()}
+            directory,
+            {i: _ModelToSave(CheckpointInDirectory(folder)) for i, folder in folders.items()},
         )
         outer, self._open = self._open, checkpoint
         try:

@@ -438,7 +438,7 @@ def is_written(path: Path) -> bool:
 
 
 def _facts_of(chosen: ChosenCheckpoint) -> Facts:
-    """The facts about the state dict that `Writer` has saved."""
+    """The facts about the state dict that `ModicumWriter` has saved."""
     facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:
         what = "the checkpoint was not written by ModicumWriter: read its model by its own "

@@ -49,11 +49,10 @@ from modicum.upstream.torch_core import load_hooks, not_compiled
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with its state on the host. The constructor allocates the state of all parameters that
-    train, as state tensors: arrays of one kind of value. A frozen parameter has no state until it
-    trains. While any parameter that trains is on meta, no state is allocated:
-    `modicum.torch.load(..., optimizer=)`, `prepare` within `loading()`, `allocate` or a step does
-    it later.
+    """AdamW with its state on the host. The constructor allocates the state tensors of all
+    parameters that train. A frozen parameter has no state until it trains. While any parameter that
+    trains is on meta, no state is allocated: `modicum.torch.load(..., optimizer=)`, `prepare`
+    within `loading()`, `allocate` or a step does it later.
 
     It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
     `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of

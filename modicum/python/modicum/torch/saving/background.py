@@ -435,7 +435,7 @@ class AsyncSave:
             self._sigterm.end_vote()
 
     def _is_committed_despite(self, error: BaseException) -> bool:
-        """Applies an error of the save. A rank that has voted searches the root."""
+        """Applies an error of the save. A rank that has voted searches the run."""
         event = self._event_of(error)
         if self._course.apply(event) is State.UNKNOWN:
             self._begun.ranks.fail(error)

@@ -29,13 +29,13 @@ class ChosenCheckpoint:
     """The files of `NamesFor`. They were read before the checkpoint was seen whole: if the record
     lists one, it is here, though another process may remove the checkpoint meanwhile."""
     is_newest: bool
-    """Whether it is the newest checkpoint of a root, not one that the caller named."""
+    """Whether it is the newest checkpoint of a run, not one that the caller named."""
 
 
 def chosen_checkpoint(
     root: Path, ranks: Ranks, names_for: NamesFor, skipped: list[dict[str, Any]]
 ) -> ChosenCheckpoint:
-    """The newest checkpoint of a root whose headers and texts are as recorded, or the checkpoint
+    """The newest checkpoint of a run whose headers and texts are as recorded, or the checkpoint
     `root`. Collective. If another process removes the checkpoint meanwhile, chooses once more.
 
     Args:

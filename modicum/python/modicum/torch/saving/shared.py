@@ -54,7 +54,7 @@ def require_same(path: Path, uuid: str, ranks: Ranks) -> None:
 
 
 def _not_shared(directory: Path, rank: int) -> Error:
-    what = f"IO: the root is not shared: rank {rank} does not see the directory of rank 0 after "
+    what = f"IO: the run is not shared: rank {rank} does not see the directory of rank 0 after "
     what += f"{SEEN_S:.0f} s (file {directory})"
     failure = {"category": "IO", "code": exit_codes()["IO"], "message": what}
     return from_json(json.dumps({"error": failure | {"file": directory.name}}))

@@ -61,7 +61,8 @@ class SplitStateDict:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The entry of `extra` from which `modicum.torch.dcp.Reader` restores the state dict."""
+        """The entry of `extra` from which `modicum.torch.dcp.ModicumReader` restores the state
+        dict."""
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
             facts |= {"optim": [*self.optim_at], "flat": self.is_flat}

@@ -59,7 +59,7 @@ def test_damage_is_what_the_library_calls_damage() -> None:
 
 @pytest.mark.filterwarnings("ignore:modicum")
 @pytest.mark.parametrize("pattern", ["model*.safetensors", "config.json"])
-def test_a_damaged_step_is_set_aside(tmp_path: Path, model: Any, pattern: str) -> None:
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path, model: Any, pattern: str) -> None:
     for step in (1, 2):
         assert front.save(model, tmp_path, step=step).damaged == []
     with pytest.raises(IoError, match="CONFLICT: the checkpoint has been saved already"):
@@ -77,7 +77,7 @@ def test_a_damaged_step_is_set_aside(tmp_path: Path, model: Any, pattern: str) -
     assert front.resume(model, tmp_path, progress=False).step == 2
 
 
-def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
+def test_a_checkpoint_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
     for step in (1, 2):
         front.save(model, tmp_path, step=step)
     fault = errors.failure("IO", "read failed: EIO")
@@ -94,7 +94,7 @@ def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model: Any) -> None:
+def test_a_checkpoint_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model: Any) -> None:
     for step in (1, 2):
         front.save(model, tmp_path, step=step)
     load = resume_module.load_by
@@ -109,7 +109,7 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model:
     assert (resumed.step, resumed.skipped) == (1, [])
 
 
-def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
+def test_a_removed_checkpoint_loses_no_part(tmp_path: Path, model: Any) -> None:
     """Another process removes step 3 before its tensors are read, step 2 before its other files
     are, and step 1 after its tensors were. The resume has each part of step 1."""
     for step in (1, 2, 3):
@@ -140,7 +140,7 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(1000, marks=pytest.mark.soak)])
-def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -> None:
+def test_resumes_next_to_a_job_that_keeps_one_checkpoint(tmp_path: Path, times: int) -> None:
     """Each resume has all parts of one step, or is an error of a checkpoint that was removed."""
     file, root = tmp_path / "model.safetensors", tmp_path / "root"
     saved, resumed = (torch.nn.Linear(8, 8) for _ in range(2))
@@ -174,7 +174,7 @@ def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -
     assert whole > times // 2
 
 
-def test_texts_and_headers_of_a_named_step_are_compared(tmp_path: Path, model: Any) -> None:
+def test_texts_and_headers_of_a_named_checkpoint_are_compared(tmp_path: Path, model: Any) -> None:
     front.save(model, tmp_path, step=1)
     step = tmp_path / "step-1"
     weights = max(step.glob("model*.safetensors")).name
@@ -244,7 +244,7 @@ def state_of(optimizer: Any) -> Any:
         ("torch", "state", True),
     ],
 )
-def test_an_older_step_takes_the_place_of_a_damaged_one(
+def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
     tmp_path: Path, kind: str, place: str, is_empty: bool
 ) -> None:
     values, state = saved_twice(tmp_path, kind)
@@ -295,7 +295,7 @@ def weights_and_state(model: Any, optimizer: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:modicum")
-def test_all_ranks_go_on_from_the_older_step(two: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_go_on_from_the_older_checkpoint(two: Ranks, tmp_path: Path) -> None:
     """The damaged chunk is divided between the ranks."""
     save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
     first = two.ask(sharded_twice, root=str(tmp_path))
@@ -310,7 +310,7 @@ def test_all_ranks_go_on_from_the_older_step(two: Ranks, tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:modicum")
 @pytest.mark.parametrize("place", PLACES)
-def test_without_an_intact_step_the_values_are_nan(tmp_path: Path, place: str) -> None:
+def test_without_an_intact_checkpoint_the_values_are_nan(tmp_path: Path, place: str) -> None:
     saved_twice(tmp_path, "fp32-split")
     folder, name = PLACES[place]
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a
+"""`ModicumWriter` and `ModicumReader` under torch.distributed.checkpoint (DCP) save a
 checkpoint (checkpoint directory) that transformers can read, and load it bit for bit in another
 world.
 
@@ -51,7 +51,7 @@ def saved(
     return first, root
 
 
-def test_the_step_is_a_model_of_transformers(
+def test_the_checkpoint_is_a_model_of_transformers(
     saved: tuple[dict[str, Any], str], modicum: Path
 ) -> None:
     import transformers
@@ -79,7 +79,7 @@ def test_comes_back_bit_for_bit(
         assert answer["values"] == {"epoch": 3, "seen": {"tokens": 1.5, "names": ["a", "b"]}}
 
 
-def test_modicum_resumes_the_step(
+def test_modicum_resumes_the_checkpoint(
     worlds: dict[int, Ranks], saved: tuple[dict[str, Any], str], model: str
 ) -> None:
     first, root = saved
@@ -165,7 +165,7 @@ def test_readers_compare_values(
         file.write_bytes(data)
 
 
-def test_all_ranks_read_the_step_of_rank_0(
+def test_all_ranks_read_the_checkpoint_of_rank_0(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
     """A checkpoint may appear between the constructors of two readers. If it has the keys of rank

@@ -76,7 +76,7 @@ def test_a_restarted_job_goes_on(modicum: Path, model: Path, tmp_path: Path, fil
     assert (resumed["resumed"]["step"], resumed["skipped"]) == (200, [])
 
 
-def test_no_step_of_a_root_passes(modicum: Path, model: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_of_a_root_passes(modicum: Path, model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     for number in (1, 2):
         run_json(modicum, "save", model, root, "--step", number)
@@ -86,7 +86,9 @@ def test_no_step_of_a_root_passes(modicum: Path, model: Path, tmp_path: Path) ->
     assert "none of 2 checkpoint(s) is intact; step-2: INTEGRITY" in error["message"]
 
 
-def test_what_is_no_damaged_step_is_left_alone(modicum: Path, model: Path, tmp_path: Path) -> None:
+def test_what_is_no_damaged_checkpoint_is_left_alone(
+    modicum: Path, model: Path, tmp_path: Path
+) -> None:
     """An intact checkpoint, a link to a damaged one, and a file."""
     root, other = tmp_path / "root", tmp_path / "other"
     run_json(modicum, "save", model, root, "--step", 1)
@@ -102,7 +104,7 @@ def test_what_is_no_damaged_step_is_left_alone(modicum: Path, model: Path, tmp_p
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "COMMIT"])
-def test_a_step_that_cannot_be_read_is_not_damaged(
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(
     modicum: Path, model: Path, tmp_path: Path, file: str
 ) -> None:
     """The first read of a file fails once, with EIO."""
@@ -128,7 +130,9 @@ def test_a_step_that_cannot_be_read_is_not_damaged(
     assert names_in(root)[:3] == before
 
 
-def test_other_weights_in_a_step_damage_it(modicum: Path, model: Path, tmp_path: Path) -> None:
+def test_other_weights_in_a_checkpoint_damage_it(
+    modicum: Path, model: Path, tmp_path: Path
+) -> None:
     """With them no reader can tell which weights are the checkpoint's."""
     root = tmp_path / "root"
     for number in (1, 2):
@@ -139,7 +143,7 @@ def test_other_weights_in_a_step_damage_it(modicum: Path, model: Path, tmp_path:
     assert "INDEX.AMBIGUOUS" in resumed["skipped"][0]["reason"]
 
 
-def test_retention_keeps_an_intact_step_instead_of_a_damaged_one(
+def test_retention_keeps_an_intact_checkpoint_instead_of_a_damaged_one(
     modicum: Path, model: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
