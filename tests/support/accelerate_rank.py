@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from nested_options import nested
 from ranks import example
+from sharding import fsdp_groups
 
 import modicum.torch.accelerate
 
@@ -189,7 +190,7 @@ def units(model: Any) -> list[tuple[str, list[str]]]:
     names = {p: name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in fsdp_groups(module):
                 mine = [p.sharded_param for p in group.fsdp_params]
                 told = [f"{names[p]} {p.dtype}" for p in mine]
                 found.append((name, [*told, str(group._reshard_after_forward)]))

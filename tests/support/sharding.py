@@ -159,13 +159,18 @@ def fsdp2_buffers(cut: Cut, tensors: Tensors, rank: int) -> dict[str, tuple[Any,
                 parameter = torch.nn.Parameter(value, requires_grad=trains)
                 module.register_parameter(f"p{len(names) - 1}", parameter)
         fully_shard(module, mesh=over, shard_placement_fn=cut.placement)
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        params = [param for group in groups if group for param in group.fsdp_params]
+        params = [param for group in fsdp_groups(module) for param in group.fsdp_params]
         return {
             names[of._module_info.param_name]: (of.sharded_param.to_local(), of._sharded_param_data)
             for of in params
         }
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters of one of its units; torch 2.11 has one group per unit."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group]
 
 
 def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
