@@ -84,8 +84,9 @@ def _chunks(array: Array, count: int, dim: int) -> list[Array]:
 def _chunk(op: Any, inputs: Values, chain: Chain) -> Values:
     array = _only_input(inputs, "Chunk")
     targets = chain.targets
-    if op.num_shards_attribute is not None:
-        count = getattr(chain.config.get_text_config(), op.num_shards_attribute)
+    attribute = getattr(op, "num_shards_attribute", None)  # transformers 5.3 has none
+    if attribute is not None:
+        count = getattr(chain.config.get_text_config(), attribute)
         pattern = chain.only_target("Chunk")
         targets = [pattern.replace("*", str(i)) for i in range(count)]
     return dict(zip(targets, _chunks(array, len(targets), op.dim), strict=False))
@@ -254,6 +255,12 @@ def _identity(_: Any, inputs: Values, __: Chain) -> Values:
     return inputs
 
 
+def _aligned(_: Any, inputs: Values, chain: Chain) -> Values:
+    """Moves a tensor in memory, as transformers 5.3 does for its kernels: no value changes."""
+    array = _only_input(inputs, "Force16BytesAlignment")
+    return {(chain.sources if len(chain.targets) > 1 else chain.targets)[0]: array}
+
+
 def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
     """Removes scales from the chain, and passes codes on: a load reads them with their scales."""
     result: Values = {}
@@ -263,7 +270,8 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
             is_of_weights = "weight_scale_inv" in pattern
             (chain.scales if is_of_weights else chain.dropped).extend(values)
             continue
-        scales = inputs.get(f"{pattern}_scale_inv")
+        weight = pattern.removesuffix("$")  # "weight$" is transformers 5.3's pattern of any weight
+        scales = inputs.get(f"{weight}_scale_inv")
         count = 1 if isinstance(scales, Array) else len(scales or [])
         if scales is not None and count != len(values):
             raise _senseless("Fp8Dequantize", f"has {len(values)} weights and {count} scales")
@@ -271,7 +279,7 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
             if array.dtype.startswith("float8") != (scales is not None):
                 got = "without" if scales is None else "with"
                 raise refusal("UNSUPPORTED", f"Fp8Dequantize of {array.dtype} {got} a scale")
-        result[chain.first_target if pattern == "weight" else pattern] = value
+        result[chain.first_target if weight == "weight" else pattern] = value
     return result
 
 
@@ -295,6 +303,7 @@ OPERATIONS: dict[str, Operation] = {
     "ErnieSplitAndDecoupleTextVisionExperts": Operation(
         _split_and_decouple, {"stack_dim", "concat_dim"}
     ),
+    "Force16BytesAlignment": Operation(_aligned),
     "Fp8Dequantize": Operation(_fp8_dequantize, {"hf_quantizer"}),
     "Interleave": Operation(_interleave, {"dim", "inverse"}),
     "LinearToConv3d": Operation(_linear_to_conv3d, _CONV),

@@ -396,8 +396,8 @@ def _transforms(part: Part, targets: DescribedTensors, key_mapping: Any) -> list
         transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
     for transform in transforms:
         # The path of the nested model to which the transform applies, in names without wrappers.
-        if getattr(transform, "scope_prefix", None):  # transformers 5.3 has none
-            transform.scope_prefix = canonical(transform.scope_prefix)
+        if scope := getattr(transform, "scope_prefix", None):  # transformers 5.3 has none
+            transform.scope_prefix = canonical(scope)
     return transforms
 
 

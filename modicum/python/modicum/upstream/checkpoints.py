@@ -188,13 +188,17 @@ def _without_bars() -> Iterator[None]:
     written."""
     from transformers.utils import logging
 
-    before = logging.set_tqdm_hook(
-        lambda bar, args, options: bar(*args, **options | {"disable": True})
-    )
-    try:
+    # transformers 5.3 has no hook for its bars; it imports them as `logging.tqdm`.
+    with ExitStack() as stack:
+        if hasattr(logging, "set_tqdm_hook"):
+            before = logging.set_tqdm_hook(
+                lambda bar, args, options: bar(*args, **options | {"disable": True})
+            )
+            stack.callback(logging.set_tqdm_hook, before)
+        elif logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
         yield
-    finally:
-        logging.set_tqdm_hook(before)
 
 
 # ---- Trainer

@@ -132,18 +132,15 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         return model
 
     def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Any,
-        load_config: Any,
-        expected_keys: Any = None,
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **expected: Any
     ) -> tuple[Any, Any]:
+        """`expected`: `expected_keys`, if the caller passes them; transformers 5.3 has none."""
         if by.is_exempt:
-            loaded = read(model, state_dict, checkpoint_files, load_config, expected_keys)
+            loaded = read(model, state_dict, checkpoint_files, load_config, **expected)
             by.exempted(model)
             return loaded
         model.tie_weights(recompute_mapping=False)
-        by.built(model, checkpoint_files, load_config, state_dict, expected_keys)
+        by.built(model, checkpoint_files, load_config, state_dict, expected.get("expected_keys"))
         return _nothing_loaded(), None
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
@@ -205,8 +202,8 @@ def _nothing_loaded() -> Any:
             raise refusal("UNSUPPORTED", _UNSUPPORTED_ARGUMENT, got="output_loading_info")
 
     # Each field is an empty collection; transformers 5.23 has one more than 5.3.
-    fields = {field.name: get_origin(field.type)() for field in dataclasses.fields(Info)}
-    return Info(**fields)
+    types: dict[str, Any] = {f.name: get_origin(f.type) for f in dataclasses.fields(Info)}
+    return Info(**{name: cls() for name, cls in types.items()})
 
 
 def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any) -> None:
