@@ -70,6 +70,8 @@ class Environment:
 ENVIRONMENTS = (
     Environment("pinned", (), fronts=True),
     Environment("newest", PACKAGES, fronts=True),
+    # The floors of pyproject.toml. The tests of FRONTS name conversions that 5.3 does not have.
+    Environment("oldest", ("torch==2.11.*", "transformers==5.3.*"), fronts=False),
     # The last version that converts no weights while it loads, so that recipes are the identity.
     # The tests of FRONTS need version 5.
     Environment("transformers 4.57", ("transformers==4.57.*",), fronts=False),
@@ -95,7 +97,8 @@ def make(environment: Environment) -> None:
     (own,) = environment.directory.glob("lib/python*/site-packages")
     (own / "base.pth").write_text(base.stdout)
     constraints = environment.directory / "constraints.txt"
-    constraints.write_text(f"torch=={version_of('torch', ROOT / '.venv/bin/python')}\n")
+    pinned = f"torch=={version_of('torch', ROOT / '.venv/bin/python')}\n"
+    constraints.write_text("" if "torch==" in str(environment.wanted) else pinned)
     pip = [environment.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     run([*pip, "--upgrade", "--no-build-isolation", "-c", constraints, *environment.wanted])
 

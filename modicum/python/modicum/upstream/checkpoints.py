@@ -333,7 +333,7 @@ KNOWN = KnownFacts(
 )
 KNOWN_TRAINER = KnownFacts(
     "transformers",
-    ("5.23.0",),
+    ("5.3.0", "5.23.0"),
     {
         "Trainer saves by _save_checkpoint, save_model and _save": _trainer_saves_by_methods,
         "Trainer finds its checkpoints by their numbers": _trainer_finds_by_number,

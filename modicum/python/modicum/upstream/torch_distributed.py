@@ -11,7 +11,7 @@ from modicum.errors import refusal
 
 # A tag that no message uses. Gloo has one connection per network interface, and selects it by the
 # tag modulo their number. 5040 is divisible by 1 to 10, so with up to ten interfaces this tag
-# selects the same connection as tag 0. Tested with the Gloo of torch 2.13.0 and 2.15.0.
+# selects the same connection as tag 0. Tested with the Gloo of torch 2.11.0, 2.13.0 and 2.15.0.
 _UNSENT_TAG = 5040
 _SHORTEST = timedelta(milliseconds=1)
 

@@ -319,7 +319,7 @@ def _builds_without_values() -> bool:
 
 KNOWN = KnownFacts(
     "transformers",
-    ("5.23.0",),
+    ("5.3.0", "5.23.0"),
     {
         "from_pretrained leaves reading to _load_pretrained_model, and what follows to "
         "_finalize_model_loading": _builds_without_values
