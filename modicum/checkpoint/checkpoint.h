@@ -40,18 +40,29 @@ struct ModelConfig {
   std::optional<Error> tie_fault, block_size_fault;
 };
 
+// A model of the Hugging Face Hub.
+struct HubModel {
+  std::string name;      // ORG/NAME
+  std::string revision;  // of the files: a commit
+};
+
 // An opened checkpoint. Keeps no file open. `files` must outlive it.
 struct Checkpoint {
   FileSystem* files = nullptr;
   std::string directory;
   Manifest manifest;
   ModelConfig config;
+  std::optional<HubModel> hub;                  // where the files are from, if that is known
   std::map<std::string, std::string> metadata;  // `__metadata__` of the first file
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
 // Whether open_checkpoint compares a saved checkpoint with its record.
 enum class Record : uint8_t { compared, ignored };
+// What the caller reads. `headers` also opens a directory of headers: its data files have their
+// true headers and sizes, but holes in place of the values, and `.headers-only` has the model's
+// name.
+enum class Content : uint8_t { values, headers };
 
 // `path` is one of:
 //   - a directory with an index and its shards, with a single `*.safetensors` file, or with
@@ -59,14 +70,18 @@ enum class Record : uint8_t { compared, ignored };
 //   - the path of an index or of a safetensors file;
 //   - the name of a model in the local Hugging Face cache (`org/name`; the network is not used).
 // On failure throws FORMAT.*, INDEX.*, CONFLICT or IO, with the file and, if a tensor is at fault,
-// the tensor.
+// the tensor; UNSUPPORTED for a directory of headers, unless `content` is `headers`.
 //
 // If the files are those of a checkpoint, or of the optimizer's state of a checkpoint, compares all
 // headers and texts of the checkpoint (without kExtraDirectory) with its record, and puts the
 // digests of values into Manifest::recorded. Then also throws the errors of open_run_checkpoint,
 // and INTEGRITY.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
-                           Record record = Record::compared);
+                           Record record = Record::compared, Content content = Content::values);
+
+// Whether `path` is the name of a model that is not in the cache: ORG/NAME, and nothing has this
+// path.
+bool is_uncached_name(FileSystem& files, const std::string& path);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was
 // validated (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged`

@@ -2,7 +2,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <iterator>
 #include <span>
 
@@ -21,6 +20,7 @@ struct Source {
   std::string file;
   bool is_index = false;
   std::vector<std::string> names;  // of all files in the directory; empty if the user named a file
+  std::optional<HubModel> hub;     // of a model in the cache
 };
 
 // R30: formats that execute code when they are read.
@@ -45,6 +45,13 @@ std::vector<std::string> names_ending_in(std::string_view ending,
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+[[noreturn]] void refuse_headers(const HubModel& model, const std::string& directory) {
+  fail(Category::unsupported,
+       fmt::format("the directory has only the headers of {}, no values", model.name),
+       {.file = base_name(directory),
+        .expected = fmt::format("the files that `hf download {}` gets", model.name)});
 }
 
 // The program whose checkpoint a directory with these files is, of those that the Python package's
@@ -74,7 +81,8 @@ std::string expected_in(FileSystem& files, const std::string& directory,
 }
 
 Source look_into(FileSystem& files, const std::string& directory) {
-  const std::vector<std::string> names = files.list(directory);
+  std::vector<std::string> names = files.list(directory);
+  std::erase(names, kHeadersFile);  // as in the directory with the values
   const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
   const std::vector<std::string> shards = names_ending_in(kShardEnding, names);
   auto ambiguous = [&](const std::vector<std::string>& candidates, const char* why) {
@@ -111,48 +119,6 @@ Source look_into(FileSystem& files, const std::string& directory) {
               *pickle);
 }
 
-// Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
-// of a path there.
-bool is_component(std::string_view name) {
-  constexpr std::string_view kLegal =
-      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.";
-  return !name.empty() && name.front() != '.' &&
-         name.find_first_not_of(kLegal) == std::string_view::npos;
-}
-
-std::string cache_directory() {
-  auto variable = [](const char* name) {
-    const char* const value = std::getenv(name);
-    return std::string(value == nullptr ? "" : value);
-  };
-  if (const std::string cache = variable("HF_HUB_CACHE"); !cache.empty()) return cache;
-  if (const std::string home = variable("HF_HOME"); !home.empty()) return join_path(home, "hub");
-  return join_path(variable("HOME"), ".cache/huggingface/hub");
-}
-
-// `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main. Empty
-// if `path` is not of this form or not in the cache.
-std::string cached_snapshot(FileSystem& files, const std::string& path) {
-  const size_t slash = path.find('/');
-  if (slash == std::string::npos) return "";
-  const std::string organisation = path.substr(0, slash);
-  const std::string name = path.substr(slash + 1);
-  if (!is_component(organisation) || !is_component(name)) return "";
-  const std::string model =
-      join_path(cache_directory(), fmt::format("models--{}--{}", organisation, name));
-  const std::string reference = join_path(model, "refs/main");
-  if (!files.exists(reference)) return "";
-  const std::unique_ptr<File> file = files.open(reference);
-  const auto refuse_revision = [&] {
-    fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
-         {.file = reference});
-  };
-  std::string revision = read_text(*file, kPageBytes, Category::io);
-  while (!revision.empty() && revision.back() == '\n') revision.pop_back();
-  if (!is_component(revision)) refuse_revision();
-  return join_path(join_path(model, "snapshots"), revision);
-}
-
 Source find_source(FileSystem& files, const std::string& path) {
   if (files.is_directory(path)) return look_into(files, path);
   if (files.exists(path)) {
@@ -160,8 +126,10 @@ Source find_source(FileSystem& files, const std::string& path) {
     if (is_pickle(name)) refuse_path(Category::format_pickle, "pickle files are never read", path);
     return {parent_path(path), name, name.ends_with(".index.json"), {}};
   }
-  if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
-    return look_into(files, snapshot);
+  if (const auto snapshot = cached_snapshot(files, path)) {
+    Source source = look_into(files, snapshot->directory);
+    source.hub = snapshot->model;
+    return source;
   }
   // Nothing is at `path`. `open` throws an error that says why; the forms that a path may have are
   // added to that error.
@@ -171,6 +139,8 @@ Source find_source(FileSystem& files, const std::string& path) {
     Facts facts = error.facts();
     facts.expected = fmt::format(
         "a directory, a file, or ORG/NAME that hf download has put into {}", cache_directory());
+    if (is_hub_name(path))
+      facts.expected += " (of any other, `uvx modicum plan` reads the headers)";
     facts.got = printable(path);
     fail(error.category(), error.what_happened(), std::move(facts));
   }
@@ -283,13 +253,19 @@ std::string defining_file(FileSystem& files, const std::string& directory) {
   return look_into(files, directory).file;
 }
 
-Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record) {
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record,
+                           Content content) {
   std::optional<RecordComparison> comparison;
   if (record == Record::compared) comparison.emplace(files, path);
   const Source source = find_source(files, path);
   Checkpoint checkpoint;
   checkpoint.files = &files;
   checkpoint.directory = source.directory;
+  checkpoint.hub = source.hub;
+  if (const auto model = model_of_headers(files, source.directory)) {
+    if (content == Content::values) refuse_headers(*model, source.directory);
+    checkpoint.hub = model;
+  }
   if (source.is_index) {
     add_shards(checkpoint, source, base_name(path) == source.file);
   } else {

@@ -151,7 +151,10 @@ TEST(Open, TheErrorForAnUnknownPathListsTheValidForms) {
     const auto error = failure(files, path);
     ASSERT_TRUE(error) << path;
     EXPECT_EQ(error->facts().expected,
-              "a directory, a file, or ORG/NAME that hf download has put into /hub");
+              std::string("a directory, a file, or ORG/NAME that hf download has put into /hub") +
+                  (path == std::string_view("org/name")
+                       ? " (of any other, `uvx modicum plan` reads the headers)"
+                       : ""));
     EXPECT_EQ(error->facts().got, path);
   }
 }
@@ -180,7 +183,13 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
   files.put(model + "/snapshots/abc123/model.safetensors", kSmall);
   const Variable hub("HF_HUB_CACHE", "/hub");
   const Variable home("HF_HOME", nullptr);
-  EXPECT_EQ(open_checkpoint(files, "org/tiny-1.0").directory, model + "/snapshots/abc123");
+  const Checkpoint checkpoint = open_checkpoint(files, "org/tiny-1.0");
+  EXPECT_EQ(checkpoint.directory, model + "/snapshots/abc123");
+  EXPECT_EQ(checkpoint.hub->name, "org/tiny-1.0");
+  EXPECT_EQ(checkpoint.hub->revision, "abc123");
+  EXPECT_FALSE(open_checkpoint(files, checkpoint.directory).hub);
+  EXPECT_FALSE(is_uncached_name(files, "org/tiny-1.0"));
+  EXPECT_TRUE(is_uncached_name(files, "org/other"));
   EXPECT_EQ(failure(files, "org/other")->category(), Category::io);
   files.put(model + "/refs/main", "../../elsewhere");
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
@@ -190,19 +199,65 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
 
 TEST(Open, EnvironmentVariablesLocateTheCache) {
   MemoryFileSystem files;
-  for (const char* hub : {"/home/.cache/huggingface/hub", "/hf/hub", "/cache"}) {
+  for (const char* hub :
+       {"/home/.cache/huggingface/hub", "/xdg/huggingface/hub", "/hf/hub", "/old", "/cache"}) {
     files.put(std::string(hub) + "/models--o--n/refs/main", "r");
     files.put(std::string(hub) + "/models--o--n/snapshots/r/model.safetensors", kSmall);
   }
   const std::string snapshot = "/models--o--n/snapshots/r";
   const Variable home("HOME", "/home");
   const Variable no_hub("HF_HUB_CACHE", nullptr);
+  const Variable no_old_hub("HUGGINGFACE_HUB_CACHE", nullptr);
   const Variable no_hf("HF_HOME", nullptr);
+  const Variable no_xdg("XDG_CACHE_HOME", nullptr);
   EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/home/.cache/huggingface/hub" + snapshot);
+  const Variable xdg("XDG_CACHE_HOME", "/xdg");
+  EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/xdg/huggingface/hub" + snapshot);
+  {
+    const Variable in_home("HF_HOME", "~/.cache/huggingface");
+    EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/home/.cache/huggingface/hub" + snapshot);
+  }
   const Variable hf("HF_HOME", "/hf");
   EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/hf/hub" + snapshot);
+  const Variable old_hub("HUGGINGFACE_HUB_CACHE", "/old");
+  EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/old" + snapshot);
   const Variable hub("HF_HUB_CACHE", "/cache");
   EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/cache" + snapshot);
+}
+
+// Catches: holes that are loaded as values.
+TEST(Open, ADirectoryOfHeadersIsOnlyReadByThoseWhoReadNoValues) {
+  MemoryFileSystem files;
+  files.put("/m/model.safetensors", kSmall);
+  files.put("/m/.headers-only", "org/tiny-1.0@abc123\n");
+  for (const char* path : {"/m", "/m/model.safetensors"}) {
+    const auto error = failure(files, path);
+    ASSERT_TRUE(error) << path;
+    EXPECT_EQ(error->category(), Category::unsupported);
+    EXPECT_EQ(error->what_happened(),
+              "the directory has only the headers of org/tiny-1.0, no values");
+    const Checkpoint checkpoint = open_checkpoint(files, path, Record::compared, Content::headers);
+    EXPECT_EQ(checkpoint.hub->name, "org/tiny-1.0");
+    EXPECT_EQ(checkpoint.hub->revision, "abc123");
+  }
+  for (const char* line : {"", "org/tiny", "org@abc", "../x@abc", "org/tiny@../x", "org/tiny@"}) {
+    files.put("/m/.headers-only", line);
+    const auto error = failure(files, "/m");
+    ASSERT_TRUE(error) << line;
+    EXPECT_EQ(error->category(), Category::format_schema) << line;
+  }
+}
+
+// Catches: a request to the hub for a path of another form, or for a file.
+TEST(Open, OnlyAFreeNameOfTwoPartsIsAnUncachedName) {
+  MemoryFileSystem files;
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  files.put("org/local/model.safetensors", kSmall);
+  for (const char* path : {"org/local", "name", "a/b/c", "/m/x", "./x", "../x", "org/", "/x",
+                           "org/x.safetensors/", "org/na me", "org/..", "--json", ""}) {
+    EXPECT_FALSE(is_uncached_name(files, path)) << path;
+  }
+  EXPECT_TRUE(is_uncached_name(files, "Qwen/Qwen3-0.6B"));
 }
 
 TEST(Open, ConfigAndMetadataAreRead) {

@@ -38,6 +38,21 @@ struct Header {
 // Reads only the length prefix and the JSON. `file_index` becomes Extent::file.
 Header read_header(File& file, uint32_t file_index);
 
+// Whether `path` has the form of a model's name on the hub, ORG/NAME.
+bool is_hub_name(std::string_view path);
+std::string cache_directory();  // of the Hugging Face Hub on this machine
+struct CachedModel {
+  std::string directory;
+  HubModel model;
+};
+// `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main.
+// nullopt if `path` is no such name, or not in the cache.
+std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path);
+// In a directory of headers; holds `ORG/NAME@REVISION`.
+constexpr const char* kHeadersFile = ".headers-only";
+// The model of which a directory has only the headers; nullopt for other directories.
+std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& directory);
+
 // Whether a directory has an entry of this name. Unlike with `exists`, a dangling link counts.
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name);
 

@@ -370,6 +370,7 @@ TEST_F(CommandLine, WhatCannotBeFoundIsNamed) {
   EXPECT_TRUE(has(error["expected"].text(), "modicum synth"));
   const Document absent = program.refuse(13, "plan organisation/no-such-model");
   EXPECT_TRUE(has(absent["expected"].text(), "ORG/NAME that hf download has put into "));
+  EXPECT_TRUE(has(absent["expected"].text(), "`uvx modicum plan`"));
   EXPECT_EQ(absent["got"].text(), "organisation/no-such-model");
 }
 

@@ -6,8 +6,10 @@
 namespace modicum {
 
 int run_inspect(const Args& args, const Surroundings& at) {
-  CLI::App app("list the contents of a checkpoint; reads headers, index and config only",
-               "modicum inspect");
+  CLI::App app(
+      "list the contents of a checkpoint; reads headers, index and config only, of ORG/NAME also "
+      "from the hub (the wheel's command)",
+      "modicum inspect");
   CommonFlags flags;
   std::string directory;
   app.add_option("DIR", directory,
@@ -16,7 +18,8 @@ int run_inspect(const Args& args, const Surroundings& at) {
   add_common_flags(
       app, flags, {.threads = false, .progress = false, .verbose = "print a line for each tensor"});
   if (const auto done = parse(app, args, at)) return *done;
-  const Checkpoint checkpoint = open_checkpoint(at.files, directory, Record::ignored);
+  const Checkpoint checkpoint =
+      open_checkpoint(at.files, directory, Record::ignored, Content::headers);
   require_budget(flags, Purpose::header, checkpoint.manifest.held_bytes());
   print_result(
       flags, at, [&] { return inspect_json(checkpoint); },

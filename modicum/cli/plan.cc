@@ -26,9 +26,12 @@ std::string shell_word(const std::string& word) {
   return quoted + "'";
 }
 
-PageOrigin origin_of(const Args& args) {
+// `name`: of the checkpoint, in place of the word `directory`.
+PageOrigin origin_of(const Args& args, const std::string& directory, const std::string& name) {
   PageOrigin origin{.command = "modicum plan", .version = MODICUM_VERSION};
-  for (const std::string& word : args) origin.command += " " + printable(shell_word(word));
+  for (const std::string& word : args) {
+    origin.command += " " + printable(shell_word(word == directory ? name : word));
+  }
   const auto now = std::chrono::floor<std::chrono::minutes>(std::chrono::system_clock::now());
   origin.date = fmt::format("{:%Y-%m-%d %H:%M} UTC", now);
   return origin;
@@ -64,8 +67,10 @@ void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
 }  // namespace
 
 int run_plan(const Args& args, const Surroundings& at) {
-  CLI::App app("predict reads, traffic and peak memory of every strategy; reads headers only",
-               "modicum plan");
+  CLI::App app(
+      "predict reads, traffic and peak memory of every strategy; reads headers only, of ORG/NAME "
+      "also from the hub (the wheel's command)",
+      "modicum plan");
   CommonFlags common;
   RunFlags flags;
   PlanFlags of_plan;
@@ -85,7 +90,11 @@ int run_plan(const Args& args, const Surroundings& at) {
   std::optional<ResultFile> file;
   if (!page.empty()) file.emplace(at.files, "--report", page);
   const PlanReport report = job_report(at.files, flags, of_plan);
-  if (file) file->write(plan_page(report, "modicum plan " + flags.directory, origin_of(args)));
+  if (file) {
+    const std::optional<HubModel>& hub = report.checkpoint.hub;
+    const std::string name = hub ? hub->name : flags.directory;
+    file->write(plan_page(report, "modicum plan " + name, origin_of(args, flags.directory, name)));
+  }
   print_result(
       common, at, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   const std::optional<Error>& refusal = report.refusal ? report.refusal : report.wider_refusal;

@@ -84,7 +84,7 @@ std::string text_of(std::string_view name, const std::optional<Size>& value) {
 nb::dict inspect(const Path& path) {
   return as_dict(without_the_lock([&] {
     PosixFileSystem files;
-    return inspect_json(open_checkpoint(files, path.string(), Record::ignored));
+    return inspect_json(open_checkpoint(files, path.string(), Record::ignored, Content::headers));
   }));
 }
 

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <string>
 
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/io.h"
 #include "modicum/python/bindings.h"
 
@@ -37,6 +38,15 @@ void define_files(nb::module_& module) {
       "The bytes of a regular file. Raises IoError, also for a FIFO, without waiting for its "
       "other end; an error of category `too_long` for a file of more than `most_bytes`, of "
       "which nothing is read.");
+  module.def(
+      "is_uncached_name",
+      [](const std::string& path) {
+        PosixFileSystem files;
+        return is_uncached_name(files, path);
+      },
+      "path"_a,
+      "Whether `path` is `org/name` of a model that is not in the local Hugging Face cache, and "
+      "nothing has this path.");
   module.def(
       "make_directory", [](const Path& path) { PosixFileSystem().make_directory(path); }, "path"_a,
       "Makes a directory. Raises IoError, also if a directory of the path is a symbolic link.");

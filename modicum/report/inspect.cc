@@ -49,7 +49,7 @@ void tensor_objects(const Manifest& manifest, JsonWriter& out) {
 
 CheckpointFacts facts_of(const Checkpoint& checkpoint) {
   return {checkpoint.manifest.data_bytes(), checkpoint.manifest.tensors.size(),
-          checkpoint.manifest.files.size(), checkpoint.warnings};
+          checkpoint.manifest.files.size(), checkpoint.hub, checkpoint.warnings};
 }
 
 std::string inspect_json(const Checkpoint& checkpoint) {
@@ -62,6 +62,7 @@ std::string inspect_json(const Checkpoint& checkpoint) {
   out.member("files", static_cast<uint64_t>(manifest.files.size()));
   out.member("parameters", elements_of(sums)).member("identity", manifest.identity.hex());
   out.end_object();
+  revision_member(out, checkpoint.hub);
   out.member("model_type", checkpoint.config.model_type);
   out.member("tie_word_embeddings", checkpoint.config.tie_word_embeddings);
   out.key("dtypes").begin_object();
@@ -84,7 +85,8 @@ std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {
   const Manifest& manifest = checkpoint.manifest;
   const DTypeSums sums = sums_of(manifest);
   std::string text = fmt::format(
-      "{}: {} in {} tensors ({} elements), {} file(s){}{}\n", printable(checkpoint.directory),
+      "{}: {} in {} tensors ({} elements), {} file(s){}{}\n",
+      checkpoint.hub ? name_of(*checkpoint.hub) : printable(checkpoint.directory),
       format_size(manifest.data_bytes()), manifest.tensors.size(), elements_of(sums),
       manifest.files.size(),
       checkpoint.config.model_type.empty() ? "" : ", " + printable(checkpoint.config.model_type),

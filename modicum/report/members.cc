@@ -41,7 +41,16 @@ void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint) {
   out.member("tensors", checkpoint.tensors);
   out.member("files", checkpoint.files);
   out.end_object();
+  revision_member(out, checkpoint.hub);
   warnings_member(out, checkpoint.warnings);
+}
+
+void revision_member(JsonWriter& out, const std::optional<HubModel>& hub) {
+  if (hub) out.member("revision", hub->revision);
+}
+
+std::string name_of(const HubModel& model) {
+  return fmt::format("{}@{}", model.name, model.revision);
 }
 
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {

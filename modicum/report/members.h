@@ -12,10 +12,12 @@
 namespace modicum {
 
 // Functions with a JsonWriter write members of an open JSON object.
-// Writes the members `checkpoint` and `warnings`.
+// Writes the members `checkpoint`, `revision` and `warnings`.
 void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
 // The member `error`, with those facts that the error has.
 void error_member(JsonWriter& out, const Error& error);
+void revision_member(JsonWriter& out, const std::optional<HubModel>& hub);  // none if not known
+std::string name_of(const HubModel& model);                                 // ORG/NAME@REVISION
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void damaged_member(JsonWriter& out, std::span<const DamagedCheckpoint> damaged);

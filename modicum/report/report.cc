@@ -258,9 +258,11 @@ std::string plan_json(const PlanReport& report) {
 }
 
 std::string plan_text(const PlanReport& report) {
-  std::string text = fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
-                                 format_size(report.checkpoint.bytes), report.checkpoint.tensors,
-                                 report.checkpoint.files, report.ranks);
+  const std::optional<HubModel>& hub = report.checkpoint.hub;
+  std::string text = hub ? name_of(*hub) + "\n" : "";
+  text += fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
+                      format_size(report.checkpoint.bytes), report.checkpoint.tensors,
+                      report.checkpoint.files, report.ranks);
   text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", "strategy", "node peak",
                       "largest rank", "storage", "x needed", "exchanged", "at the peak");
   for (const StrategyReport& strategy : report.strategies) {

@@ -17,11 +17,12 @@
 
 namespace modicum {
 
-// The size of a checkpoint, and its warnings.
+// The size of a checkpoint, its revision, and its warnings.
 struct CheckpointFacts {
   uint64_t bytes = 0;  // tensor data
   uint64_t tensors = 0;
   uint64_t files = 0;
+  std::optional<HubModel> hub;        // where the files are from, if that is known
   std::vector<std::string> warnings;  // broken optional files, unused tensors, oddities
 };
 CheckpointFacts facts_of(const Checkpoint& checkpoint);

@@ -242,9 +242,9 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
 
 }  // namespace
 
-Run open_run(FileSystem& files, const RunFlags& flags) {
+Run open_run(FileSystem& files, const RunFlags& flags, Content content) {
   const ParsedFlags parsed = parsed_flags(flags);
-  Checkpoint checkpoint = open_checkpoint(files, flags.directory);
+  Checkpoint checkpoint = open_checkpoint(files, flags.directory, Record::compared, content);
   std::optional<std::string> recipe;
   if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe, Category::mismatch);
   return run_of(files, flags, parsed, std::move(checkpoint), std::move(recipe));
@@ -307,7 +307,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   if (!of_plan.from.empty()) {
     past = read_past_run(text_of(files, of_plan.from, Category::usage), base_name(of_plan.from));
   }
-  const Run run = open_run(files, flags);
+  const Run run = open_run(files, flags, Content::headers);
   PlanReport report{.checkpoint = facts_of(run.checkpoint),
                     .ranks = flags.ranks,
                     .strategy = run.options.strategy->name,

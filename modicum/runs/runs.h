@@ -74,7 +74,7 @@ struct Run {
 // Throws USAGE for invalid or contradicting flags before it opens a file. Then throws the errors of
 // open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
 // UNSUPPORTED if the recipe does not fit the checkpoint.
-Run open_run(FileSystem& files, const RunFlags& flags);
+Run open_run(FileSystem& files, const RunFlags& flags, Content content = Content::values);
 // As open_run, for a checkpoint that is already opened or yet to be written, and the text of a
 // recipe; ignores `flags.directory` and `flags.recipe`.
 Run run_of(FileSystem& files, RunFlags flags, Checkpoint checkpoint,

@@ -85,6 +85,11 @@ def read_file(path: str | os.PathLike, *, too_long: str = 'INTEGRITY', most_byte
     The bytes of a regular file. Raises IoError, also for a FIFO, without waiting for its other end; an error of category `too_long` for a file of more than `most_bytes`, of which nothing is read.
     """
 
+def is_uncached_name(path: str) -> bool:
+    """
+    Whether `path` is `org/name` of a model that is not in the local Hugging Face cache, and nothing has this path.
+    """
+
 def make_directory(path: str | os.PathLike) -> None:
     """
     Makes a directory. Raises IoError, also if a directory of the path is a symbolic link.

@@ -1,0 +1,90 @@
+// Models of the Hugging Face Hub: the local cache, and directories of their headers.
+#include <fmt/format.h>
+
+#include <cstdlib>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+// Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
+// of a path there.
+bool is_component(std::string_view name) {
+  constexpr std::string_view kLegal =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.";
+  return !name.empty() && name.front() != '.' &&
+         name.find_first_not_of(kLegal) == std::string_view::npos;
+}
+
+// The value of a variable of the environment, with HOME in place of a tilde before a slash.
+std::string variable(const char* name) {
+  const char* const value = std::getenv(name);
+  const std::string text = value == nullptr ? "" : value;
+  return text.starts_with("~/") ? join_path(variable("HOME"), text.substr(2)) : text;
+}
+
+// The text of a small file without the newlines at its end.
+std::string line_of(FileSystem& files, const std::string& path) {
+  std::string line = read_text(*files.open(path), kPageBytes, Category::io);
+  while (!line.empty() && line.back() == '\n') line.pop_back();
+  return line;
+}
+
+// CACHE/models--org--name for `org/name`.
+std::string cached_model(const std::string& name) {
+  const size_t slash = name.find('/');
+  return join_path(cache_directory(),
+                   fmt::format("models--{}--{}", name.substr(0, slash), name.substr(slash + 1)));
+}
+
+}  // namespace
+
+bool is_hub_name(std::string_view path) {
+  const size_t slash = path.find('/');
+  return slash != std::string_view::npos && is_component(path.substr(0, slash)) &&
+         is_component(path.substr(slash + 1));
+}
+
+std::string cache_directory() {
+  for (const char* name : {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"}) {
+    if (std::string cache = variable(name); !cache.empty()) return cache;
+  }
+  if (const std::string home = variable("HF_HOME"); !home.empty()) return join_path(home, "hub");
+  const std::string caches = variable("XDG_CACHE_HOME");
+  return join_path(caches.empty() ? join_path(variable("HOME"), ".cache") : caches,
+                   "huggingface/hub");
+}
+
+std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path) {
+  if (!is_hub_name(path)) return std::nullopt;
+  const std::string model = cached_model(path);
+  const std::string reference = join_path(model, "refs/main");
+  if (!files.exists(reference)) return std::nullopt;
+  const std::string revision = line_of(files, reference);
+  if (!is_component(revision)) {
+    fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
+         {.file = reference});
+  }
+  return CachedModel{join_path(join_path(model, "snapshots"), revision), {path, revision}};
+}
+
+std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& directory) {
+  const std::string path = join_path(directory, kHeadersFile);
+  if (!files.exists(path)) return std::nullopt;
+  const std::string line = line_of(files, path);
+  const size_t at = line.find('@');
+  if (at == std::string::npos || !is_hub_name(line.substr(0, at)) ||
+      !is_component(line.substr(at + 1))) {
+    fail(Category::format_schema, "not the model of a directory of headers",
+         {.file = kHeadersFile, .expected = "ORG/NAME@REVISION", .got = printable(line)});
+  }
+  return HubModel{line.substr(0, at), line.substr(at + 1)};
+}
+
+bool is_uncached_name(FileSystem& files, const std::string& path) {
+  return is_hub_name(path) && !files.exists(path) &&
+         !files.exists(join_path(cached_model(path), "refs/main"));
+}
+
+}  // namespace modicum
