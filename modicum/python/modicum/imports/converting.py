@@ -2,22 +2,17 @@
 checkpoint next to OUT, which the program then converts."""
 
 import hashlib
-import json
 import os
-import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from modicum import _modicum
-from modicum.errors import Error, as_document, failure
+from modicum.errors import Error, failure
 from modicum.imports.importing import NO_OPTIMIZER, import_checkpoint
 from modicum.imports.kinds import recognised
+from modicum.program import is_quiet, refusal, report_error, run, sigterm_raises
 
 SWITCHES = frozenset(
     ("--sparse", "--allow-overflow", "--adopt", "--json", "-q", "--quiet", "-v", "--verbose",
@@ -36,16 +31,16 @@ def convert(program: Path, words: Sequence[str]) -> int | None:
         the caller runs the program, which has written nothing.
     """
     at = next((at for at, word in enumerate(words) if _is_foreign(word)), None)
-    if at is None or not _is_refused(program, words):
-        return None
+    if at is None or _NAMES_IMPORTER not in refusal(program, "convert", words).get("message", ""):
+        return None  # the program reads the flags first, so no other word is refused
     try:
-        with _sigterm_raises():
+        with sigterm_raises("SIGTERM ended the conversion"):
             root, step = _imported(Path(words[at]), words, at)
     except Error as error:
-        return _report_error(error, words)
+        return report_error(error, words)
     except KeyboardInterrupt:
-        return _report_error(failure("CANCELLED", "interrupted"), words)
-    code = _run([str(program), "convert", *words[:at], step, *words[at + 1 :]])
+        return report_error(failure("CANCELLED", "interrupted"), words)
+    code = run([str(program), "convert", *words[:at], step, *words[at + 1 :]])
     if code == 0:
         _modicum.remove_tree(root)
     else:
@@ -63,16 +58,6 @@ def _is_foreign(word: str) -> bool:
         return recognised(path) is not None
     except Error:
         return True  # the import raises it
-
-
-def _is_refused(program: Path, words: Sequence[str]) -> bool:
-    """Whether the program refuses no word but the directory: it reads the flags first."""
-    command = [str(program), "convert", *words, *({"--json"} - {*words})]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        return _NAMES_IMPORTER in json.loads(asked.stdout)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        return False
 
 
 def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str]:
@@ -104,7 +89,7 @@ def _import(directory: Path, root: Path, dtype: str | None, words: Sequence[str]
         )
     for warning in report.warnings:
         print(f"modicum: {warning}", file=sys.stderr)
-    if not {"-q", "--quiet"} & {*words}:
+    if not is_quiet(words):
         print(f"modicum: {report}", file=sys.stderr)
 
 
@@ -140,43 +125,3 @@ def _out(words: Sequence[str]) -> Path:
             return Path(word)
         is_value = word.startswith("-") and "=" not in word and word not in SWITCHES
     raise failure("USAGE", "OUT is missing after DIR", expected="the new directory")
-
-
-# ---- the process
-
-
-def _report_error(error: Error, words: Sequence[str]) -> int:
-    """Prints an error as the program does; returns its exit code."""
-    print(f"modicum: {error}", file=sys.stderr)
-    if "--json" in words:
-        print(as_document(error))
-    return error.code
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def preempt(_number: int, _frame: FrameType | None) -> Any:
-        raise failure("PREEMPTED", "SIGTERM ended the conversion")
-
-    before = signal.signal(signal.SIGTERM, preempt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _run(command: list[str]) -> int:
-    """Runs a command, to which SIGTERM is passed on; returns its exit code. Ctrl-C reaches it
-    anyway."""
-    with subprocess.Popen(command) as child:
-        pass_on: dict[int, Any] = {
-            signal.SIGTERM: lambda number, _frame: child.send_signal(number),
-            signal.SIGINT: signal.SIG_IGN,
-        }
-        before = {number: signal.signal(number, handler) for number, handler in pass_on.items()}
-        try:
-            code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
