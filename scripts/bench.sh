@@ -8,7 +8,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 [ $# -gt 0 ] || set -- loaders.py picture.py systems.py job.py strategies.py \
-  "step.py${PRIME_RL:+ --prime-rl $PRIME_RL}" forks.py saving.py small_runs.py scale.py engines.py
+  "step.py${PRIME_RL:+ --prime-rl $PRIME_RL}" forks.py saving.py small_runs.py scale.py hub.py \
+  engines.py
 
 scripts/venv.sh test wheel bench
 scripts/wheel.sh build/python install
