@@ -230,7 +230,7 @@ def divided_blocks(folder: str, columns: int) -> dict[str, Any]:
         modicum.torch.save(model, f"{folder}/{columns}", step=1, optimizer=optimizer)
     except modicum.UsageError as error:
         refused = str(error)
-    issued = [str(w.message) for w in caught if "promised" in str(w.message)]
+    issued = [str(w.message) for w in caught if "predicted" in str(w.message)]
     return {"warnings": report.warnings, "text": str(report), "issued": issued, "refused": refused}
 
 
