@@ -4,8 +4,8 @@ them."""
 import gc
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -24,6 +24,7 @@ import modicum.torch
 from modicum import _modicum
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import weights
+from modicum.torch.saving.sigterm import REPEAT_S
 
 STEPS_AFTER = 3
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -304,6 +305,28 @@ def slowly(
     return {"error": ""}
 
 
+def send_itself(signals: int) -> None:
+    """Sends SIGTERM to this process, `signals` times: none counts as a repetition of another."""
+    for number in range(signals):
+        time.sleep(REPEAT_S if number else 0)
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
+def signalled(signals: int, after_s: float = 0.0) -> Iterator[None]:
+    """Within it this rank sends SIGTERM to itself, `signals` times, before a save's first
+    collective: after `after_s` seconds."""
+    meet = Ranks.of_world
+
+    def send_and_meet(*how: Any) -> Ranks:
+        time.sleep(after_s)
+        send_itself(signals)
+        return meet(*how)
+
+    with patch.object(Ranks, "of_world", send_and_meet):
+        yield
+
+
 def at_the_call(
     directory: str, root: str, cut: Cut, kind: dict[str, Any], signals: int | None
 ) -> dict[str, Any]:
@@ -314,16 +337,10 @@ def at_the_call(
     modicum.torch.load(model, directory, progress=False)
     if signals is None:
         signal.raise_signal(signal.SIGTERM)
-    meet, is_async = Ranks.of_world, kind.pop("background", False)
-
-    def signalled(*how: Any) -> Ranks:
-        for _ in range(signals or 0):
-            signal.raise_signal(signal.SIGTERM)
-        return meet(*how)
-
+    is_async = kind.pop("background", False)
     begin = time.monotonic()
     try:
-        with patch.object(Ranks, "of_world", signalled):
+        with signalled(signals or 0):
             save = modicum.torch.async_save if is_async else modicum.torch.save
             saving: Any = save(model, root, **nested(kind, "options", "memory"))
         if is_async:
@@ -340,25 +357,33 @@ def preempted_loop(
     directory: str, root: str, cut: Cut, signals: int, how: dict[str, Any]
 ) -> dict[str, Any]:
     """A loop of five steps in `save_on_sigterm`. In step 3 this rank gets `signals` SIGTERMs.
-    `how`: `every` of the context; `saving`: "saves", or "in flight": a save in the background
-    begins in step 2. Returns the exit code, the step after which the loop ended, and whether
-    SIGTERM has its default handler again."""
+    `how`: `every` of the context; `at`: another step than 3; `repeats`: how many follow at once;
+    `in_flight`: whether a save in the background begins in step 2; `grace` of all saves; `in_save`:
+    for each rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the
+    exit code, the step after which the loop ended, and whether SIGTERM has its default handler
+    again."""
     model, optimizer = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=optimizer, progress=False)
     number = 0
 
+    kind: dict[str, Any] = {"optimizer": optimizer}
+    kind["options"] = modicum.torch.SaveOptions(grace=how.get("grace"))
+
     def save() -> None:
-        modicum.torch.save(model, root, step=number, optimizer=optimizer)
+        with signalled(how.get("in_save", (0, 0))[dist.get_rank()], how.get("after_s", 0.0)):
+            modicum.torch.save(model, root, step=number, **kind)
 
     code = None
     try:
         with modicum.torch.save_on_sigterm(save, every=how.get("every", 1)) as preemption:
             for number in range(1, 6):
                 steps(model, optimizer, cut, range(number, number + 1))
-                if how.get("saving") == "in flight" and number == 2:
-                    modicum.torch.async_save(model, root, step=2, optimizer=optimizer)
-                for _ in range(signals if number == how.get("at", 3) else 0):
-                    signal.raise_signal(signal.SIGTERM)
+                if how.get("in_flight") and number == 2:
+                    modicum.torch.async_save(model, root, step=2, **kind)
+                if number == how.get("at", 3):
+                    send_itself(signals)
+                    for _ in range(how.get("repeats", 0)):
+                        signal.raise_signal(signal.SIGTERM)
                 preemption.after_step()
     except SystemExit as ended:
         code = ended.code

@@ -25,6 +25,7 @@ from ranks import GONE, Failed, Ranks
 from sharding import Cut
 
 from modicum.errors import PreemptedError
+from modicum.torch.saving import sigterm as sigterm_module
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import READS, TABLE, Event, State, next_state
 
@@ -96,12 +97,15 @@ def test_a_vote_is_final() -> None:
     ("grace_s", "signals", "words"),
     ((60.0, 0, ""), (60.0, 1, ""), (60.0, 2, "a second SIGTERM"), (1e-9, 1, "SIGTERM ended")),
 )
-def test_a_vote_waits_until_the_grace_is_over(grace_s: float, signals: int, words: str) -> None:
+def test_a_vote_waits_until_the_grace_is_over(
+    grace_s: float, signals: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sigterm_module, "REPEAT_S", 0.0)
     sigterm = Sigterm(grace_s)
     sigterm.during(100)
     sigterm.begin_vote()
     for _ in range(signals):
-        sigterm._note(signal.SIGTERM, None)
+        sigterm.note(signal.SIGTERM, None)
     if words:
         with pytest.raises(PreemptedError, match=words):
             sigterm.while_waiting()

@@ -161,7 +161,7 @@ def test_all_ranks_of_a_mesh_end_a_save_that_does_not_fit(
 def test_a_second_signal_ends_the_save(two: Ranks, how: dict[str, Any], tmp_path: Path) -> None:
     begin(two, how, tmp_path, grace=600.0, pause_s=0.5)
     send(two, 0, 1)
-    time.sleep(0.6)  # until the first is handled: two pending SIGTERM would be one
+    time.sleep(1.2)  # SIGTERMs of the first second count as one
     assert_ends_early(two, tmp_path, 0, most=5, words="a second SIGTERM")
 
 
@@ -241,10 +241,16 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
         ((1, 1), {}, 3, ["latest", "step-3"]),
         ((0, 1), {}, 3, ["latest", "step-3"]),
         ((1, 0), {"every": 2}, 4, ["latest", "step-4"]),
-        ((1, 1), {"saving": "in flight"}, 3, ["latest", "step-2", "step-3"]),
+        ((1, 1), {"repeats": 2}, 3, ["latest", "step-3"]),
+        ((1, 0), {"in_save": (0, 1)}, 3, ["latest", "step-3"]),
+        ((1, 1), {"in_flight": True}, 3, ["latest", "step-2", "step-3"]),
+        ((1, 0), {"in_flight": True, "grace": 60.0}, 3, ["latest", "step-2", "step-3"]),
     ],
-    ids=("both", "one", "every second step", "a save in flight"),
-)
+    ids=(
+        "both", "one", "every second step", "repeated at once", "the other one during the save",
+        "a save in flight", "a save in flight with a grace",
+    ),
+)  # fmt: skip
 def test_a_loop_saves_and_ends_on_all_ranks(
     two: Ranks,
     how: dict[str, Any],
@@ -270,6 +276,19 @@ def test_a_second_sigterm_ends_a_loop_at_once(two: Ranks, how: dict[str, Any]) -
     for rank in range(2):
         assert_ended(two, rank, heard[rank])
     assert not Path(how["root"]).exists()
+
+
+@pytest.mark.parametrize("grace", (None, 60.0))
+def test_a_second_sigterm_during_the_save(
+    two: Ranks, how: dict[str, Any], modicum: Path, grace: float | None
+) -> None:
+    """It ends the process: with a grace once the checkpoint is committed, without one at once."""
+    options = {"grace": grace, "in_save": (1, 1), "after_s": 1.2}
+    two.tell("preempted_loop", signals=1, how=options, **how)
+    for rank, answer in enumerate(two.hear()):
+        assert_ended(two, rank, answer)
+    steps = [path.name for path in Path(how["root"]).glob("step-*")]
+    assert steps == ([] if grace is None else ["step-3"])
 
 
 def test_a_loop_without_sigterm_is_as_before(two: Ranks, how: dict[str, Any]) -> None:

@@ -367,7 +367,7 @@ class AsyncSave:
         if self._error is None:
             in_flight.end(self)  # otherwise until all ranks have raised the error
         del self._begun, self._watched, self._finish  # they hold the state's memory
-        self._sigterm.restore()
+        self._sigterm.end()
         for warning in self._report.warnings if self._report and self._rank == 0 else ():
             warnings.warn(f"modicum: {warning}", stacklevel=4)
 

@@ -1,53 +1,78 @@
 """`save_on_sigterm`: a loop that saves and ends once any rank has got SIGTERM."""
 
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from modicum.errors import refusal
 from modicum.torch.optim import in_flight
-from modicum.torch.saving.sigterm import require_default_sigterm
+from modicum.torch.saving.sigterm import SigtermHandler, is_held
 
 EXIT_CODE = 128 + signal.SIGTERM
+
+
+class SigtermRequest(SigtermHandler):
+    """A SIGTERM that asks all ranks to save and to end after a step. A second one ends the process.
+
+    Args:
+        every: the number of steps between two agreements.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise refusal("USAGE", "every", expected="an integer from 1", got=repr(every))
+        self._every, self._steps = every, 0
+        self.on_arrival = self._end_process_at_the_second
+
+    def is_agreed(self) -> bool:
+        """Counts a step; returns whether any rank has got SIGTERM. Collective at every `every`-th
+        call; others return False."""
+        self._steps += 1
+        return self._steps % self._every == 0 and _on_any_rank(bool(self.arrived))
+
+    def exit(self) -> NoReturn:
+        """Ends the process once all ranks have saved."""
+        self.end()
+        self.arrived.clear()
+        raise SystemExit(EXIT_CODE)
+
+    def leave(self) -> None:
+        """The end of the training. A SIGTERM that no agreement has answered ends the process, after
+        a save in the background that holds it, too."""
+        self.end()
+        if self.arrived and not is_held():
+            signal.raise_signal(signal.SIGTERM)
+
+    def _end_process_at_the_second(self) -> None:
+        if len(self.arrived) > 1:
+            self.leave()
 
 
 class Preemption:
     """A loop that may be preempted, from `save_on_sigterm`."""
 
-    def __init__(self, save: Callable[[], object], every: int) -> None:
-        self._save, self._every = save, every
-        self._steps, self._pid = 0, os.getpid()
-        self.is_requested = False
+    def __init__(self, save: Callable[[], object], request: SigtermRequest) -> None:
+        self._save, self._request = save, request
+
+    @property
+    def is_requested(self) -> bool:
         """Whether this rank has got SIGTERM."""
+        return bool(self._request.arrived)
 
     def after_step(self) -> None:
         """Call it on every rank after each step of the training. Collective at every `every`-th
         call: if any rank has got SIGTERM by then, all ranks save and raise `SystemExit`, with the
         exit code 143 of a process that SIGTERM has ended."""
-        self._steps += 1
-        if self._steps % self._every != 0 or not _on_any_rank(self.is_requested):
-            return
-        self._restore()
-        self._save()
-        in_flight.finish()
-        in_flight.deliver()
-        self.is_requested = False
-        raise SystemExit(EXIT_CODE)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested or os.getpid() != self._pid:  # a second SIGTERM, or a forked child
-            self._restore()
-            signal.raise_signal(signal.SIGTERM)
-        self.is_requested = True
-
-    def _restore(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._request.is_agreed():
+            self._save()
+            in_flight.wait()
+            self._request.exit()
 
 
 @contextmanager
@@ -63,15 +88,15 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
                 preemption.after_step()
 
     SIGTERM is only noted in the context. After the next step all ranks agree, save and exit,
-    whichever of them have got it, and whether at the same time or not. A second SIGTERM ends the
-    process at once, as one does outside the context; so does the kill if a step and the save take
-    longer than the scheduler's grace: the previous checkpoint stays. A SIGTERM that comes after the
-    last `after_step` ends the process when the context ends.
+    whichever of them have got it, and whether at the same time or not. A second SIGTERM, more than
+    a second later, ends the process at once, as one does outside the context; so does the kill if a
+    step and the save take longer than the scheduler's grace: the previous checkpoint stays. A
+    SIGTERM that comes after the last `after_step` ends the process when the context ends.
 
     Args:
         save: saves, on every rank: a call of `save` or `async_save`, or of accelerate's
-            `save_state`. A save in the background that is in flight ends before. SIGTERM has its
-            default action again, so that `SaveOptions.grace` may hold a second one.
+            `save_state`. A save in the background that is in flight ends before. A second SIGTERM
+            may be held by `SaveOptions.grace`.
         every: the number of steps between two agreements. One is an all-reduce of a single number,
             which waits for the device's work.
 
@@ -81,21 +106,16 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     Raises:
         UsageError: the program handles SIGTERM itself, or this is not the main thread.
     """
-    require_default_sigterm("save_on_sigterm")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise refusal("USAGE", "every", expected="an integer from 1", got=repr(every))
-    preemption = Preemption(save, every)
-    signal.signal(signal.SIGTERM, preemption._note)
+    request = SigtermRequest(every)
+    request.install("save_on_sigterm")
     try:
-        yield preemption
+        yield Preemption(save, request)
     except Exception as error:
-        if preemption.is_requested:
+        if request.arrived:
             traceback.print_exception(error)  # the process ends before its caller sees it
         raise
     finally:
-        preemption._restore()
-        if preemption.is_requested:
-            signal.raise_signal(signal.SIGTERM)
+        request.leave()
 
 
 def _on_any_rank(is_requested: bool) -> bool:

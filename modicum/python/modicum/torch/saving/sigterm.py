@@ -1,4 +1,5 @@
-"""SIGTERM during a save: held back as long as the rest of the save fits into the grace time.
+"""SIGTERM is noted instead of ending the process. During a save (`Sigterm`) it is held back as long
+as the rest of the save fits into the grace time:
 
     first write              SIGTERM                                committed      end of grace
     |--- bytes / time: rate -|--- 1.25 * rest / rate + 1 s ----------|              |
@@ -33,18 +34,87 @@ MEASURED_S = 2.0
 """How long a rank must have written before its rate counts, since its first pieces may be small. In
 the second half of the grace the rate counts from the first piece on."""
 
-
-def require_default_sigterm(argument: str) -> None:
-    """Raises `UsageError`, which begins with `argument`, if the program has a handler of SIGTERM,
-    or if this is not the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        raise refusal("USAGE", f"{argument}: only the main thread can hold SIGTERM")
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        what = f"{argument}: the program handles SIGTERM itself, and its handler is not replaced"
-        raise refusal("USAGE", what, expected="signal.SIG_DFL")
+REPEAT_S = 1.0
+"""SIGTERMs within this time after the first one count as it: a scheduler may signal torchrun and
+its ranks, and torchrun then signals the ranks again; `timeout` sends two in a row."""
 
 
-class Sigterm:
+class SigtermHandler:
+    """Notes SIGTERM of this process instead of ending it, from `install` to `end`."""
+
+    def __init__(self) -> None:
+        self.arrived: list[float] = []
+        """The times of SIGTERMs, repetitions excepted."""
+        self.on_arrival: Callable[[], object] = lambda: None
+        """Called by the handler, on the main thread."""
+        self._outer: SigtermHandler | None = None
+        self._is_installed = self._is_over = False
+        self._pid = os.getpid()
+
+    def install(self, argument: str, *, inside: bool = False) -> None:
+        """From now on SIGTERM is only noted.
+
+        Args:
+            argument: what installs it, with which the error begins.
+            inside: whether `save_on_sigterm` may hold SIGTERM already. Its handler then gets the
+                times, too, and acts again after `end`.
+
+        Raises:
+            UsageError: the program has a handler of SIGTERM, or this is not the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise refusal("USAGE", f"{argument}: only the main thread can hold SIGTERM")
+        self._outer = _installed() if inside else None
+        if self._outer is None and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            what = "the program handles SIGTERM itself, and its handler is not replaced"
+            raise refusal("USAGE", f"{argument}: {what}", expected="signal.SIG_DFL")
+        signal.signal(signal.SIGTERM, self.note)
+        self._is_installed = True
+
+    def end(self) -> None:
+        """SIGTERM acts again as before. May be called on any thread, and repeatedly: elsewhere than
+        on the main thread the handler stays installed, but without effect."""
+        self._is_over = True
+        if self._is_installed and threading.current_thread() is threading.main_thread():
+            if _installed() is self:  # and no inner one
+                self._hand_back()
+            self._is_installed = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if self._is_over or os.getpid() != self._pid:  # over, or in a forked child
+            self._hand_back()
+            signal.raise_signal(signal.SIGTERM)
+            return
+        now = time.monotonic()
+        arrived = [self.arrived] if self.outer is None else [self.arrived, self.outer.arrived]
+        if not any(times and now - times[0] < REPEAT_S for times in arrived):
+            for times in arrived:
+                times.append(now)
+            self.on_arrival()
+
+    @property
+    def outer(self) -> "SigtermHandler | None":
+        """The handler of `save_on_sigterm`, as long as it is not over."""
+        return None if self._outer is None or self._outer._is_over else self._outer
+
+    def _hand_back(self) -> None:
+        signal.signal(signal.SIGTERM, self.outer.note if self.outer else signal.SIG_DFL)
+
+
+def _installed() -> SigtermHandler | None:
+    """The handler that gets SIGTERM now; None if it is of another kind."""
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return handler if isinstance(handler, SigtermHandler) else None
+
+
+def is_held() -> bool:
+    """Whether a handler has noted a SIGTERM and is not over."""
+    handler = _installed()
+    return handler is not None and bool(handler.arrived) and not handler._is_over
+
+
+class Sigterm(SigtermHandler):
     """SIGTERM of this process during one save.
 
     Args:
@@ -52,55 +122,44 @@ class Sigterm:
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
+        super().__init__()
         self.grace_s = grace_s
-        self._holds = self._writes = self._votes = self._is_over = False
+        self._writes = self._votes = False
         self._is_visible = False  # the checkpoint
-        self._pid = os.getpid()
-        self._arrived: list[float] = []
-        self.on_arrival: Callable[[], object] = lambda: None
-        """Called by the handler, on the main thread."""
 
     @property
     def has_arrived(self) -> bool:
         """Whether a SIGTERM has been held back."""
-        return bool(self._arrived)
+        return bool(self.arrived)
 
     @property
     def left_s(self) -> float:
         """Seconds until the kill, at least 0, after a SIGTERM has arrived."""
         assert self.grace_s is not None
-        return max(self._arrived[0] + self.grace_s - time.monotonic(), 0.0)
+        return max(self.arrived[0] + self.grace_s - time.monotonic(), 0.0)
 
     def hold(self) -> None:
         """From now on SIGTERM is only noted; may be called again. Raises `UsageError` if the grace
         is invalid, if the program has a handler, or if this is not the main thread."""
-        if self.grace_s is None or self._holds:
+        if self.grace_s is None or self._is_installed:
             return
         is_number = isinstance(self.grace_s, (int, float)) and not isinstance(self.grace_s, bool)
         if not is_number or not self.grace_s > 0:
             expected = "seconds, more than 0, or None"
             raise refusal("USAGE", "grace", expected=expected, got=repr(self.grace_s))
-        require_default_sigterm("grace")
-        self._holds = True
-        signal.signal(signal.SIGTERM, self._note)
+        self.install("grace", inside=True)
 
     def leave(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The end of a save, for `ExitStack.push`. SIGTERM acts again as before, and one that was
-        held back is sent again, except after `PreemptedError`, which the program handles. May be
-        called on any thread."""
-        self._is_over = True
-        self.restore()
-        if self._arrived and (self._is_visible or not isinstance(error, PreemptedError)):
+        held back is sent again, except after `PreemptedError`, which the program handles, and
+        except if `save_on_sigterm` answers it. May be called on any thread."""
+        self.end()
+        if self.outer is not None and len(self.outer.arrived) == 1:
+            return
+        if self.arrived and (self._is_visible or not isinstance(error, PreemptedError)):
             if error is not None and not self._is_visible:
                 traceback.print_exception(error)  # the process ends before its caller sees it
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def restore(self) -> None:
-        """Removes the handler, which `leave` on another thread has left installed but without
-        effect. Does nothing except on the main thread."""
-        if self._holds and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._holds = False
 
     def while_waiting(self) -> None:
         """Called again and again while this rank waits for others. Raises PREEMPTED if they have
@@ -108,8 +167,8 @@ class Sigterm:
         raises PREEMPTED if the grace is over, or after a second SIGTERM."""
         if not self._writes:
             self._check(float("inf"), is_measured=False)
-        elif self._votes and self._arrived and (len(self._arrived) > 1 or self.left_s == 0.0):
-            what = "a second SIGTERM" if len(self._arrived) > 1 else "SIGTERM"
+        elif self._votes and self.arrived and (len(self.arrived) > 1 or self.left_s == 0.0):
+            what = "a second SIGTERM" if len(self.arrived) > 1 else "SIGTERM"
             raise _preempted(what, COMMIT_S, self.left_s)
 
     def begin_vote(self) -> None:
@@ -135,20 +194,13 @@ class Sigterm:
         return check
 
     def _check(self, rest_s: float, *, is_measured: bool) -> None:
-        if self.grace_s is None or not self._arrived:
+        if self.grace_s is None or not self.arrived:
             return
         left_s = self.left_s
-        if len(self._arrived) > 1:
+        if len(self.arrived) > 1:
             raise _preempted("a second SIGTERM", rest_s, left_s)
         if (is_measured or left_s < self.grace_s / 2) and rest_s > left_s:
             raise _preempted("SIGTERM", rest_s, left_s)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid:  # over, or in a forked child
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
-        self._arrived.append(time.monotonic())
-        self.on_arrival()
 
 
 def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
