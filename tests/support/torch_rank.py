@@ -396,6 +396,7 @@ import engine_rank  # noqa: E402
 import hand_over_rank  # noqa: E402
 import job_rank  # noqa: E402
 import optimizer_rank  # noqa: E402
+import preemption_rank  # noqa: E402
 import saving_rank  # noqa: E402
 import which_way_rank  # noqa: E402
 
@@ -403,3 +404,4 @@ ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engin
 ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS | dcp_rank.ACTS
 ACTS |= which_way_rank.ACTS | background_rank.ACTS | background_memory.ACTS | job_rank.ACTS
 ACTS |= dtensor_rank.ACTS | background_states_rank.ACTS | hand_over_rank.ACTS
+ACTS |= preemption_rank.ACTS

@@ -1,0 +1,3 @@
+"""For transformers' Trainer, which it imports."""
+
+from modicum.torch.trainer.preemption import SaveOnSigtermCallback as SaveOnSigtermCallback
