@@ -38,6 +38,7 @@ from modicum.errors import Error, FormatError, IoError, UsageError  # noqa: E402
 from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.dcp import Directory, directory_of  # noqa: E402
 from modicum.imports.pickles import MadeObject, read_pickle  # noqa: E402
+from modicum.upstream.torch_optim import OPTIMIZERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -80,9 +81,8 @@ def test_the_checkpoint_has_every_tensor(directory: Path, tmp_path: Path) -> Non
     report = import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     step = tmp_path / "steps/step-4"
     assert report.path == str(step)
-    options = [f"optim.param_groups.0.{key}" for key in ("lr", "betas", "params")]
-    assert {"epoch", *options} <= {*report.left_out}
-    assert str(report).endswith(f"\nleft out {len(report.left_out)}: {', '.join(report.left_out)}")
+    assert report.left_out == ["epoch"]
+    assert str(report).endswith("\nleft out 1: epoch")
     many = replace(report, left_out=[f"key{i}" for i in range(20)])
     assert str(many).endswith(", key15 and 4 more")
     stored = {n: t for file in step.glob("*.safetensors") for n, t in load_file(file).items()}
@@ -115,6 +115,61 @@ def test_modicum_resumes_the_checkpoint(directory: Path, tmp_path: Path) -> None
         assert torch.equal(p, expected)
         for key, value in saved_optimizer.state[expected].items():
             assert torch.equal(optimizer.state[p][key], value), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {"lr": torch.tensor(0.125), "betas": (0.5, 0.75), "foreach": False}),
+        ("AdamW", {"lr": 0.125, "weight_decay": 0.0, "note": [1, "a"], "amsgrad": True}),
+        ("SGD", {"lr": 0.125, "nesterov": False}),
+    ],
+    ids=("a tensor", "a list", "no state"),
+)
+def test_resume_gets_the_options_of_each_group(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """Also if the optimizer has no state, or options that are tensors or the program's own. The
+    parameters of the second group have other options."""
+
+    def optimizer_of(model: Any, named: bool, **options: Any) -> Any:
+        norm = [*model.norm.named_parameters("norm")] if named else [*model.norm.parameters()]
+        entries = [*model.named_parameters()]
+        rest = [entry if named else entry[1] for entry in entries if "norm." not in entry[0]]
+        groups = [{"params": rest, **options}, {"params": norm, "weight_decay": 0.25}]
+        return getattr(torch.optim, kind)(groups, lr=0.5)
+
+    model, _ = trained()
+    optimizer = optimizer_of(model, True, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optim = get_optimizer_state_dict(model, optimizer)
+    state = {"model": model.state_dict(), "optim": optim}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    report = import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=4, optimizer=kind)
+    assert [key for key in report.left_out if "param_groups" in key] == []
+    model, _ = trained()
+    resumed = optimizer_of(model, False)
+    modicum.torch.resume(model, tmp_path / "run", optimizer=resumed, progress=False)
+    for saved, group in zip(optimizer.param_groups, resumed.param_groups, strict=True):
+        for key in saved.keys() - {"params", "param_names"}:
+            assert group[key] == saved[key] and type(group[key]) is type(
+                saved[key].item() if isinstance(saved[key], torch.Tensor) else saved[key]
+            ), key
+
+
+def test_a_group_that_cannot_be_imported_is_left_out(tmp_path: Path) -> None:
+    """It has no names, or an option is no plain value."""
+    options = {"lr": 1.0, "fn": {"a": 1}, "mask": torch.ones(2)}
+    groups = [{"params": ["weight"], **options}, {"params": [0], "lr": 2.0}]
+    state = {"model": {"weight": torch.ones(2)}, "optim": {"state": {}, "param_groups": groups}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    report = import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=1, optimizer="SGD")
+    names = {key.removeprefix("optim.param_groups.") for key in report.left_out}
+    assert names == {"0.fn.a", "0.mask", "1.lr", "1.params"}
+    (group,) = json.loads((tmp_path / "run/step-1/optimizer/groups.json").read_text())["groups"]
+    assert group == {"params": ["weight"], "options": {"lr": 1.0}, "exact": {}}
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
@@ -332,6 +387,10 @@ def test_weights_alone(directory: Path, tmp_path: Path) -> None:
         ({"step": True}, "step .expected an integer"),
         ({"step": 1, "state_format": "fp32"}, "state_format .*keeps its form, got 'fp32'"),
         ({"step": 1, "dtype": "int8"}, "dtype .*got 'int8'"),
+        ({"step": 1, "optimizer": "adamw"}, "optimizer .expected 'AdamW', got 'adamw'"),
+        ({"step": 1, "optimizer": "None"}, "optimizer .expected 'none', got 'None'"),
+        ({"step": 1, "optimizer": "torch.optim.AdamW"}, "the name of the optimizer's class"),
+        ({"step": 1, "optimizer": torch.optim.AdamW}, "the name of the optimizer's class"),
     ],
     ids=str,
 )
@@ -341,6 +400,13 @@ def test_what_does_not_apply_is_refused(
     with pytest.raises(UsageError, match=words):
         import_checkpoint(directory, tmp_path / "run", **how)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_names_of_optimizers_are_torchs() -> None:
+    """A class of the program, which torch lacks, has the name that the program gives it."""
+    classes = (value for value in vars(torch.optim).values() if isinstance(value, type))
+    names = {cls.__name__ for cls in classes if issubclass(cls, torch.optim.Optimizer)}
+    assert names - {"Optimizer"} == OPTIMIZERS
 
 
 def test_a_directory_of_no_known_program_names_what_was_looked_for(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ class Directory:
 
     path: Path
     tensors: dict[str, DirectoryTensor] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-    """Keys of other values: pickles, which are not read."""
+    others: dict[str, tuple[str, int, int] | None] = field(default_factory=dict)
+    """For each key of another value, which is pickled, its file, offset and length in bytes; None:
+    not known."""
     places: dict[str, Place] = field(default_factory=dict)
     """For each key, if known, its path in the state dict before that was flattened."""
 
@@ -100,6 +101,15 @@ class Directory:
                 got=f"{FILE} in {others}" if others else str(error),
             )  # fmt: skip
         return directory_of(data, path)
+
+    def value(self, key: str) -> Any:
+        """The value of a key of `others`, as `read_pickle` returns it. Raises the errors of
+        `Archive.open` and `read_pickle`."""
+        place = self.others[key]
+        if place is None:
+            malformed("storage_data lacks the place of a value", FILE, tensor=key)
+        file, begin, length = place
+        return Archive.open(self.path / file, begin, length).value()
 
     def compare(self, keys: Iterable[str]) -> None:
         """Compares the elements of the tensors `keys` with the CRC-32 in their boxes' archives:
@@ -200,7 +210,7 @@ def directory_of(data: bytes, path: Path) -> Directory:
         if not isinstance(key, str) or not isinstance(value, MadeObject):
             malformed("state_dict_metadata holds something other than tensors and bytes", FILE)
         if value.kind == f"{METADATA} BytesStorageMetadata":
-            found.others.append(key)
+            found.others[key] = infos.get((key, None))
         elif value.kind == f"{METADATA} TensorStorageMetadata":
             found.tensors[key] = _tensor_of(key, value, infos)
         else:

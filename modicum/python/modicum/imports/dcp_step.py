@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from modicum.errors import UsageError, refusal
 from modicum.imports.archives import number_of
 from modicum.imports.dcp import Directory, DirectoryTensor, Place
+from modicum.imports.groups import FILE as GROUPS_FILE
+from modicum.imports.groups import NOT_OPTIONS, Group, options_in, text_of
 from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.recipes.dtypes import FLOATS
 
@@ -49,9 +51,14 @@ def contents_of(
             the state has another dtype than float32, float64, int32 and int64.
     """
     model, state = _parts_of(directories)
-    left_out = [key for directory in directories for key in directory.others]
-    if not with_state:
-        left_out += [entry.key for entry in state.values()]
+    options = _options_of(directories)
+    left_out = {key for directory in directories for key in directory.others} | options.keys()
+    groups: list[Group] = []
+    if with_state:
+        groups, read = _groups_of(options)
+        left_out -= read
+    else:
+        left_out |= {entry.key for entry in state.values()}
         state = {}
     _require_exact(model, state, dtype)
     for directory in directories:
@@ -60,8 +67,8 @@ def contents_of(
         )
         directory.compare(entry.key for entry in used)
     weights = streams_of(_described(model), _reader(model), source=source, dtype=dtype)
-    if not state:
-        return Contents(weights, left_out=left_out)
+    if not state and not groups:
+        return Contents(weights, left_out=[*left_out])
     tensors = {f"{fqn}.{key}": entry for (fqn, key), entry in state.items() if entry.tensor.shape}
     numbers: dict[str, dict[str, Any]] = {}
     for (fqn, key), entry in state.items():
@@ -71,7 +78,8 @@ def contents_of(
     kind = "torch" if optimizer is None else f"torch.{optimizer}"
     facts = json.dumps({"optimizer": kind, "numbers": numbers})
     planes = streams_of(_described(tensors), _reader(tensors)) if tensors else None
-    return Contents(weights, planes, facts, left_out=left_out)
+    texts = [(GROUPS_FILE, text_of(optimizer or "", groups))] if groups else []
+    return Contents(weights, planes, facts, texts, [*left_out])
 
 
 def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -93,6 +101,8 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredTensor]
     for directory in directories:
         for key in directory.tensors:
             place = directory.places.get(key, (key,))
+            if _is_option(place):
+                continue
             # The path of an optimizer's tensor has "state" before the parameter's name and a key.
             (state if "state" in place[:-2] else model).append(
                 (place, StoredTensor(directory, key))
@@ -108,6 +118,53 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredTensor]
             raise _not_under_one_key(what, prefixes)
     named = {str(place[-1]): entry for place, entry in model}
     return named, {(str(place[-2]), str(place[-1])): entry for place, entry in state}
+
+
+def _is_option(place: Place) -> bool:
+    """Whether a path is that of an option of a parameter group, or of the group's parameters."""
+    return len(place) > 2 and place[-3] == "param_groups" and isinstance(place[-2], int)
+
+
+class _Option(NamedTuple):
+    """A value of a parameter group."""
+
+    directory: Directory
+    place: Place
+
+    def value(self, key: str) -> Any:
+        """The value, as `read_pickle` returns it; a tensor of more than a number is not read."""
+        if key in self.directory.others:
+            return self.directory.value(key)
+        self.directory.compare([key])
+        entry = StoredTensor(self.directory, key)
+        return entry.tensor if entry.tensor.shape else _number(entry)
+
+
+def _options_of(directories: Iterable[Directory]) -> dict[str, _Option]:
+    """The values of parameter groups by key."""
+    return {
+        key: _Option(directory, place)
+        for directory in directories
+        for key, place in directory.places.items()
+        if _is_option(place) and (key in directory.others or key in directory.tensors)
+    }
+
+
+def _groups_of(options: Mapping[str, _Option]) -> tuple[list[Group], set[str]]:
+    """The parameter groups, in order, and the keys of the values in them. A group without the names
+    of its parameters is left out."""
+    by_group: dict[Place, dict[str, str]] = {}
+    for key, option in options.items():
+        by_group.setdefault(option.place[:-1], {})[str(option.place[-1])] = key
+    groups: list[Group] = []
+    read: set[str] = set()
+    for _, keys in sorted(by_group.items(), key=lambda item: item[0][-1]):
+        values = {name: options[key].value(key) for name, key in keys.items()}
+        params = values.get("params")
+        if isinstance(params, list) and all(isinstance(name, str) for name in params):
+            groups.append(Group(params, options_in(values)))
+            read |= {keys[name] for name in (*groups[-1].options, *NOT_OPTIONS) if name in keys}
+    return groups, read
 
 
 def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:

@@ -1,7 +1,6 @@
 """`import_checkpoint`: another program's checkpoint directory as a checkpoint of a
 run."""
 
-import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from modicum.imports.report import ImportReport
 from modicum.imports.streams import Size, write_step
 from modicum.imports.zero import ZeroDirectory
 from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.upstream.torch_optim import OPTIMIZERS
+from modicum.walk.arguments import integer, root_of
 
 Place = str | os.PathLike[str]
 NO_OPTIMIZER = "none"
-_LAST = (1 << 63) - 1
-"""The largest step number of a checkpoint."""
 
 
 def import_checkpoint(
@@ -38,9 +37,9 @@ def import_checkpoint(
 
     Needs neither torch nor the other program. Runs in one process and streams through staging: no
     complete tensor is in memory. No pickle is executed: names, shapes and places are read as data,
-    and a name that the other program does not write there is refused. Values that are no tensors,
-    such as a scheduler's state, are left out and reported; so are the options of an optimizer's
-    groups (`lr`, ...) in directories of DCP and accelerate, whose resume keeps the program's.
+    and a name that the other program does not write there is refused. The options of an optimizer's
+    groups (`lr`, ...) are imported. Other values that are no tensors, such as a scheduler's state,
+    are left out and reported.
 
     Args:
         directory: the other program's directory.
@@ -72,7 +71,8 @@ def import_checkpoint(
             without `optimizer="none"`, state of DeepSpeed that is not Adam's.
         BudgetError: the import does not fit; nothing was written.
     """
-    root, number, cast = _root(run), _number(step), _dtype(dtype)
+    root, cast = root_of(run), _dtype(dtype)
+    number = None if step is None else integer("step", step, 0)
     path = Path(directory)
     found = required(path)
     _require_applies(found.kind, optimizer, state_format)
@@ -97,6 +97,7 @@ def _require_applies(kind: str, optimizer: str | None, state_format: str | None)
     if kind == ZERO and optimizer not in (None, NO_OPTIMIZER):
         expected = f"None or {NO_OPTIMIZER!r}: the state of {kind} becomes modicum.torch.AdamW's"
         raise refusal("USAGE", "optimizer", expected=expected, got=repr(optimizer))
+    _require_class_name(optimizer)
     if state_format is None:
         return
     expected = " or ".join(map(repr, zero_step.FORMATS))
@@ -109,23 +110,18 @@ def _require_applies(kind: str, optimizer: str | None, state_format: str | None)
     raise refusal("USAGE", "state_format", expected=expected, got=repr(state_format))
 
 
-def _root(run: Place) -> Path:
-    if os.fspath(run) == "":
-        raise refusal("USAGE", "run", expected="a directory", got="''")
-    return Path(run).absolute()
-
-
-def _number(step: Any) -> int | None:
-    if step is None:
-        return None
-    try:
-        number = operator.index(step)  # also of numpy's integers
-    except TypeError:
-        number = -1
-    if isinstance(step, bool) or not 0 <= number <= _LAST:
-        expected = f"an integer from 0 to {_LAST}"
-        raise refusal("USAGE", "step", expected=expected, got=repr(step))
-    return number
+def _require_class_name(optimizer: Any) -> None:
+    """Raises `UsageError` for a name that no optimizer's class has, such as "adamw"."""
+    if optimizer in (None, NO_OPTIMIZER):
+        return
+    expected = f"None, {NO_OPTIMIZER!r} or the name of the optimizer's class, such as 'AdamW'"
+    if isinstance(optimizer, str) and optimizer.isidentifier():
+        named = {name.lower(): name for name in (*OPTIMIZERS, NO_OPTIMIZER)}
+        known = named.get(optimizer.lower(), optimizer)  # others may be of the program
+        if known == optimizer:
+            return
+        expected = repr(known)
+    raise refusal("USAGE", "optimizer", expected=expected, got=repr(optimizer))
 
 
 def _dtype(dtype: Any) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.imports.archives import Archive, Line, Shape, compare_records
+from modicum.imports.groups import Group
 from modicum.imports.pickles import malformed, reading
 from modicum.imports.zero_files import (
     MASTER,
@@ -87,14 +88,6 @@ class ZeroTensor:
     @property
     def is_trained(self) -> bool:
         return MASTER in self.planes
-
-
-@dataclass(frozen=True)
-class Group:
-    """The trained parameters of an optimizer's parameter group."""
-
-    names: list[str]
-    options: dict[str, Any]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from modicum.errors import refusal
 from modicum.imports.archives import Archive, Line, Shape, is_shape, is_size, number_of
+from modicum.imports.groups import options_in
 from modicum.imports.pickles import MadeObject, Pairs, malformed
 from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE, STAGES
 
@@ -91,20 +92,6 @@ class Table:
             self.unknown(key)
         shape: Shape = value
         return shape
-
-
-def _options_of(group: Table) -> dict[str, Any]:
-    """The options that are numbers of at most 64 bits, strings, bools, None, or lists of them."""
-    names = [name for name in group.values if name not in ("params", "param_names", "step")]
-    return {name: group.values[name] for name in names if _is_option(group.values[name])}
-
-
-def _is_option(value: Any) -> bool:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    is_known = all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
-    return is_known and not any(
-        isinstance(value, int) and value.bit_length() > 64 for value in values
-    )
 
 
 @dataclass(frozen=True)
@@ -195,7 +182,8 @@ def _base_state(table: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]
     groups, states = [], []
     for group in base.tables("param_groups"):
         ids = group.entries("params")
-        groups.append((len(ids), _options_of(group)))
+        options = {name: value for name, value in group.values.items() if name != "step"}
+        groups.append((len(ids), options_in(options)))
         for index in ids:
             found = by_id.get(index) if is_size(index) else None
             entries = found.by_name() if isinstance(found, Pairs) else {}

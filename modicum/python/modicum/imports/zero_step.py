@@ -1,22 +1,20 @@
 """A checkpoint directory of DeepSpeed's ZeRO as the contents of a saved
 checkpoint: the optimizer's state in the form of `modicum.torch.AdamW`."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.imports import groups
 from modicum.imports.archives import ITEM_BYTES
 from modicum.imports.streams import Contents, Read, Source, Streams, streams_of
-from modicum.imports.zero import Cut, Group, ZeroDirectory, ZeroTensor
+from modicum.imports.zero import Cut, ZeroDirectory, ZeroTensor
 from modicum.imports.zero_files import MASTER, MOMENTS
 from modicum.recipes.dtypes import FLOATS
 
 FORMATS = ("fp32", "fp32-split")
 """The formats of AdamW's state that can be made; the first one is the default."""
-GROUPS_FILE = "optimizer/groups.json"
 _SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
 _WINDOW = 1 << 15
 """The most elements that are converted at once."""
@@ -58,7 +56,7 @@ def contents_of(
     contents = Contents(weights, left_out=opened.others)
     if state_format is not None:
         state, facts = _state_of(opened, dtypes, formats, state_format)
-        texts = [(GROUPS_FILE, _groups_text(opened.groups))]
+        texts = [(groups.FILE, groups.text_of("AdamW", opened.groups))]
         contents = Contents(weights, state, facts, texts, opened.others)
     opened.compare(with_moments=state_format is not None)
     return contents
@@ -158,13 +156,3 @@ def _state_of(
     steps = [(name, opened.tensors[name].steps) for name in formats]
     without = [name for name in opened.tensors if name not in formats]
     return streams_of(shapes, _reader(planes)), _modicum.state_text(asked, _SEED, steps, without)
-
-
-def _groups_text(groups: list[Group]) -> str:
-    """The text of optimizer/groups.json, in the form of modicum.torch: it reads a list under
-    "options" as a tuple, and takes lists from "exact"."""
-    documents: list[dict[str, Any]] = []
-    for group in groups:
-        exact = {key: value for key, value in group.options.items() if isinstance(value, list)}
-        documents.append({"params": group.names, "options": group.options, "exact": exact})
-    return json.dumps({"optimizer": "AdamW", "groups": documents})

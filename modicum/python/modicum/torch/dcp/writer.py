@@ -29,7 +29,6 @@ from modicum.torch.saving.planning import (
     PlannedSave,
     SaveRequest,
     planned_of,
-    root_of,
     state_of,
 )
 from modicum.torch.saving.running import publish, write
@@ -48,6 +47,7 @@ from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
+from modicum.walk.arguments import root_of
 
 Size = int | str
 Source = str | os.PathLike[str]

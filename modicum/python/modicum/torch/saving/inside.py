@@ -31,7 +31,7 @@ from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.examining import damage_of
-from modicum.torch.saving.planning import LAST, SaveRequest
+from modicum.torch.saving.planning import SaveRequest
 from modicum.torch.saving.report import ResumeReport, SaveReport
 from modicum.torch.saving.resume import find, load_state, resume_by
 from modicum.torch.saving.save import save_together
@@ -40,6 +40,7 @@ from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import CheckpointInFlight
 from modicum.upstream.checkpoints import folders_in
 from modicum.upstream.torch_fsdp import reshard
+from modicum.walk.arguments import LAST
 
 _COMMIT = "COMMIT"
 _MANIFEST = "manifest.json"

@@ -1,7 +1,5 @@
 """Plans a save in a budget; the same on every rank."""
 
-import operator
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 
 from modicum import _modicum
-from modicum.errors import refusal
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.loading.planning import MIB, Options, Size, budget_of
 from modicum.torch.optim.adamw import AdamW
@@ -25,31 +22,11 @@ from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, writing_of_model
 from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting, reads_of
+from modicum.walk.arguments import integer
 
 WINDOW_BYTES = 256 << 20
 """Per node: memory for copies of blocks that an optimizer step is about to overwrite before a save
 in the background has read them."""
-
-LAST = (1 << 63) - 1
-"""The largest step number of a checkpoint."""
-
-
-def root_of(root: str | os.PathLike[str]) -> Path:
-    """The absolute path of an argument `run`. Raises `UsageError` if it is empty."""
-    if os.fspath(root) == "":
-        raise refusal("USAGE", "run", expected="a directory", got="''")
-    return Path(root).absolute()
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)  # also of numpy's integers
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or not least <= number <= LAST:
-        expected = f"an integer from {least} to {LAST}"
-        raise refusal("USAGE", name, expected=expected, got=repr(value))
-    return number
 
 
 @dataclass(frozen=True)
@@ -67,9 +44,9 @@ class SaveRequest:
     sigterm: Sigterm = field(default_factory=Sigterm)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "step", _integer("step", self.step, 0))
+        object.__setattr__(self, "step", integer("step", self.step, 0))
         if self.keep is not None:
-            object.__setattr__(self, "keep", _integer("keep", self.keep, 1))
+            object.__setattr__(self, "keep", integer("keep", self.keep, 1))
 
     @property
     def options(self) -> Options:

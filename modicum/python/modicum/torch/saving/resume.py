@@ -39,7 +39,6 @@ from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
 from modicum.torch.saving.adapters import FILE, recipe_of_checkpoint
 from modicum.torch.saving.choosing import chosen_checkpoint, removed, skip
-from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import ResumeReport
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.tensor_state import FILE as STATE
@@ -51,6 +50,7 @@ from modicum.torch.saving.tensor_state import (
 )
 from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
+from modicum.walk.arguments import root_of
 
 
 @refuse_old_keywords(LoadRules, MemoryPolicy)

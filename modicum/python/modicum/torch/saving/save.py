@@ -25,7 +25,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.background import AsyncSave
-from modicum.torch.saving.planning import PlannedSave, SaveRequest, plan_of, root_of
+from modicum.torch.saving.planning import PlannedSave, SaveRequest, plan_of
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.running import OpenSave
 from modicum.torch.saving.sigterm import Sigterm
@@ -33,6 +33,7 @@ from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight
 from modicum.upstream.wrappers import unwrapped
+from modicum.walk.arguments import root_of
 
 
 @refuse_old_keywords(SaveOptions, MemoryPolicy)

@@ -1,0 +1,31 @@
+"""Arguments that functions with and without torch take: the directory of a run, whole numbers."""
+
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+from modicum.errors import refusal
+
+LAST = (1 << 63) - 1
+"""The largest number of a step."""
+
+
+def root_of(run: str | os.PathLike[str]) -> Path:
+    """The absolute path of an argument `run`. Raises `UsageError` if it is empty."""
+    if os.fspath(run) == "":
+        raise refusal("USAGE", "run", expected="a directory", got="''")
+    return Path(run).absolute()
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """The argument `name` as an integer, also of numpy's. Raises `UsageError` unless it is one from
+    `least` to LAST."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= LAST:
+        expected = f"an integer from {least} to {LAST}"
+        raise refusal("USAGE", name, expected=expected, got=repr(value))
+    return number
