@@ -39,6 +39,7 @@ from program import run_json  # noqa: E402
 from ranks import Failed, Pool, Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import modicum.torch as front  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.torch.accelerate.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
@@ -205,6 +206,31 @@ def test_weights_of_another_program_are_replaced(tmp_path: Path, modicum: Path) 
     assert_verifies(modicum, directory)
     read = transformers.AutoModelForCausalLM.from_pretrained(directory)
     assert all((parameter == 2).all() for parameter in read.parameters())
+
+
+def test_what_the_model_does_not_have_is_not_saved(tmp_path: Path, modicum: Path) -> None:
+    """The head of the base of a sequence classifier, which `save_pretrained` would not save."""
+    source, directory = torch_front.checkpoint_of("qwen3"), tmp_path / "checkpoint-3"
+    config = transformers.AutoConfig.from_pretrained(source, num_labels=3)
+    with front.empty_parameters():
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    rules = front.LoadRules(missing=["^score"], unexpected=["^lm_head"])
+    front.load(model, source, rules=rules, progress=False)
+    flight = StepInDirectory(directory)
+    how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
+    with World.of_world().together() as world:
+        flight.open(world)
+        save_config(model, directory)
+        report = save_inside(model, flight, None, how, world)
+    flight.end()
+    assert report.left_out == ["lm_head.weight"] and report.copied == []
+    assert_verifies(modicum, directory)
+    read, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        directory, output_loading_info=True
+    )
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(read.get_parameter(name), parameter), name
 
 
 def test_the_number_of_a_step_fits_or_is_0() -> None:

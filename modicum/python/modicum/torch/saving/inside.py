@@ -112,9 +112,11 @@ def save_inside(
     options: Mapping[str, Any],
     ranks: Ranks,
 ) -> SaveReport:
-    """Saves into the directory of `flight`, which is open, and commits. Collective. `options`:
-    ledger, budget, staging, shard_size and adapters, as for `save`."""
+    """Saves into the directory of `flight`, which is open, and commits. Collective. The files have
+    the model's tensors alone, as those of `save_pretrained`. `options`: ledger, budget, staging,
+    shard_size and adapters, as for `save`."""
     form = Form(
+        unused="drop",
         shard_size=options.get("shard_size"),
         staging=options["staging"],
         adapters=options["adapters"],
