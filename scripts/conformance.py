@@ -36,6 +36,7 @@ FRONTS = (
     "tests/torch/fronts/test_accelerate_refusals.py",
     "tests/torch/fronts/test_everyday.py",
     "tests/torch/fronts/test_optimizers.py",
+    "tests/torch/fronts/test_preemption.py",
     "tests/torch/optim/test_deepspeed.py",
     "tests/torch/fronts/test_dcp.py",
     "tests/torch/fronts/test_engines.py",

@@ -23,6 +23,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch.accelerate": ["Loading", "loading"],
     "modicum.torch.dcp": None,
     "modicum.torch.deepspeed": None,
+    "modicum.torch.trainer": None,
     "modicum.imports": None,
     "modicum.memory": None,
     "modicum.recipes": ["meta_model", "read_recipe", "Recipe", "recipe_for"],
@@ -51,7 +52,9 @@ MODULES: dict[str, list[str] | None] = {
     ],
 }
 # Classes that users construct. Of others the page has no constructor.
-CONSTRUCTED = {"AdamW", "Ledger", "ModicumReader", "ModicumWriter", "ProtectCallback"}
+CONSTRUCTED = {
+    "AdamW", "Ledger", "ModicumReader", "ModicumWriter", "ProtectCallback", "SaveOnSigtermCallback",
+}  # fmt: skip
 # The verbs whose common flags the page lists once for all of them.
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
 # Help texts that depend on the machine, and their replacements on the page.

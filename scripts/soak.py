@@ -45,7 +45,7 @@ def of_tests(*folders: str) -> Part:
 PARTS = {
     "kills": of_tests(
         "cli: faults owners resume_worlds save_faults step_damage",
-        "torch/fronts: checkpoint_kills",
+        "torch/fronts: checkpoint_kills preemption",
         "torch/save: damaged_steps sigterm",
     ),
     "power-cuts": of_tests("cli: power_cuts"),

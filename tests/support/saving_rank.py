@@ -2,6 +2,7 @@
 them."""
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -358,10 +359,10 @@ def preempted_loop(
 ) -> dict[str, Any]:
     """A loop of five steps in `save_on_sigterm`. In step 3 this rank gets `signals` SIGTERMs.
     `how`: `every` of the context; `at`: another step than 3; `repeats`: how many follow at once;
-    `in_flight`: whether a save in the background begins in step 2; `grace` of all saves; `in_save`:
-    for each rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the
-    exit code, the step after which the loop ended, and whether SIGTERM has its default handler
-    again."""
+    `is_killed`: whether SIGKILL follows; `saved`: whether the loop saves step 2; `in_flight`:
+    whether a save in the background begins in step 2; `grace` of all saves; `in_save`: for each
+    rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the exit
+    code, the step after which the loop ended, and whether SIGTERM has its default handler again."""
     model, optimizer = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=optimizer, progress=False)
     number = 0
@@ -380,8 +381,12 @@ def preempted_loop(
                 steps(model, optimizer, cut, range(number, number + 1))
                 if how.get("in_flight") and number == 2:
                     modicum.torch.async_save(model, root, step=2, **kind)
+                if how.get("saved") and number == 2:
+                    save()
                 if number == how.get("at", 3):
                     send_itself(signals)
+                    if how.get("is_killed"):
+                        os.kill(os.getpid(), signal.SIGKILL)
                     for _ in range(how.get("repeats", 0)):
                         signal.raise_signal(signal.SIGTERM)
                 preemption.after_step()

@@ -13,6 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
 
+import modicum.torch  # noqa: E402
+
 
 def examples(root: Path) -> list[str]:
     """The Python blocks, in the order of the page."""
@@ -21,9 +23,9 @@ def examples(root: Path) -> list[str]:
 
 
 def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
-    """Runs the first four blocks. `train`, which the page does not define, notes its first step; in
-    the loop, it gets SIGTERM with its second batch."""
-    text, restarted, preempted, background, *_ = examples(root)
+    """Runs the first three blocks. `train`, which the page does not define, notes its first
+    step."""
+    text, restarted, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
     begun = []
@@ -47,14 +49,6 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
     exec(compile(with_places(restarted, places), "save.md", "exec"), names)
     exec(compile(with_places(restarted, places | {"ROOT": "nowhere"}), "save.md", "exec"), names)
     assert begun[2:] == [100, 0]
-    places["ROOT"] = str(tmp_path / "preempted")
-    loop = names | {
-        "loader": [0, signal.SIGTERM, 0],
-        "train": lambda batch: os.kill(os.getpid(), batch),
-    }
-    with pytest.raises(SystemExit) as ended:
-        exec(compile(with_places(preempted, places), "save.md", "exec"), loop)
-    assert ended.value.code == 143 and (tmp_path / "preempted/step-2/COMMIT").is_file()
     places["ROOT"] = str(tmp_path / "background")
     exec(compile(with_places(background, places), "save.md", "exec"), names)
     assert (tmp_path / "background/step-100/COMMIT").is_file()
@@ -65,13 +59,11 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
-    """Runs the last two blocks. In the first one DCP saves and loads a checkpoint; the second one
+    """Runs the next two blocks. In the first one DCP saves and loads a checkpoint; the second one
     converts a directory that torch's own writer has saved."""
     import torch.distributed.checkpoint as dcp
 
-    import modicum.torch
-
-    *_, by_writer, converting = examples(root)
+    by_writer, converting = examples(root)[3:5]
     directory = str(torch_front.checkpoint_of("llama_tied"))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     modicum.torch.load(model, directory, progress=False)
@@ -91,6 +83,47 @@ def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> 
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted/step-100")
     for name, parameter in model.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
+
+
+def test_the_examples_of_preemption(root: Path, tmp_path: Path) -> None:
+    """Runs the last two blocks. Each gets SIGTERM in its second step."""
+    loop, by_trainer = examples(root)[5:]
+    directory = str(torch_front.checkpoint_of("llama_tied"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    modicum.torch.load(model, directory, progress=False)
+    names: dict[str, Any] = {
+        "modicum": modicum, "model": model, "optimizer": None,
+        "loader": [0, signal.SIGTERM, 0], "train": lambda batch: os.kill(os.getpid(), batch),
+    }  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(with_places(loop, {"ROOT": str(tmp_path / "run")}), "save.md", "exec"), names)
+    assert ended.value.code == 143 and (tmp_path / "run/step-2/COMMIT").is_file()
+
+    class Trainer(transformers.Trainer):
+        def training_step(self, *args: Any) -> Any:
+            os.kill(os.getpid(), self.state.global_step and signal.SIGTERM)
+            return super().training_step(*args)
+
+    row = torch.arange(4)
+    names |= {"Trainer": Trainer, "data": [{"input_ids": row, "labels": row}] * 24, "last": None}
+    folder = str(tmp_path / "out")
+    names["args"] = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(by_trainer, "save.md", "exec"), names)
+    assert ended.value.code == 143
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+
+
+def test_each_row_of_preemption_has_its_test(root: Path) -> None:
+    page = (root / "docs/guide/save.md").read_text()
+    rows = re.findall(r"^\|.*\|$", page.partition("## Preemption")[2].partition("\n## ")[0], re.M)
+    folders = ("cli", "torch/save", "torch/fronts")
+    files = [path for folder in folders for path in (root / "tests" / folder).glob("test_*.py")]
+    known = {name for path in files for name in re.findall(r"^def (\w+)", path.read_text(), re.M)}
+    assert len(rows) > 20
+    for row in rows[2:]:
+        tests = re.findall(r"`(test_\w+)`", row)
+        assert tests and known.issuperset(tests), row
 
 
 def with_places(text: str, places: dict[str, str]) -> str:

@@ -192,6 +192,17 @@ def test_a_signal_before_the_ranks_meet_is_held(
     assert_committed(how, modicum)
 
 
+@pytest.mark.parametrize("background", (False, True), ids=("foreground", "background"))
+def test_without_a_grace_sigterm_ends_the_process(
+    one: Ranks, tmp_path: Path, background: bool
+) -> None:
+    where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
+    one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
+    one.tell("save_signalled", **where, signals=1, kind={"step": 1, "background": background})
+    assert_ended(one, 0, one.hear()[0])
+    assert not [*tmp_path.glob("steps/step-*")]
+
+
 def test_a_signal_at_the_call_of_one_rank_alone(one: Ranks, tmp_path: Path, modicum: Path) -> None:
     """A rank calls `save` three times. The first save gets no SIGTERM. The second one gets a
     SIGTERM and fails, since the checkpoint exists already: the process prints the error and ends.
@@ -291,6 +302,17 @@ def test_a_second_sigterm_during_the_save(
     assert steps == ([] if grace is None else ["step-3"])
 
 
+def test_a_kill_in_a_step_leaves_the_previous_checkpoint(
+    two: Ranks, how: dict[str, Any], modicum: Path
+) -> None:
+    """The grace of the scheduler is over before the step that got SIGTERM."""
+    two.tell("preempted_loop", signals=1, how={"saved": True, "is_killed": True}, **how)
+    assert two.hear() == [GONE, GONE]
+    assert [path.name for path in Path(how["root"]).glob("step-*")] == ["step-2"]
+    verified = subprocess.run([modicum, "verify", how["root"]], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stderr
+
+
 def test_a_loop_without_sigterm_is_as_before(two: Ranks, how: dict[str, Any]) -> None:
     two.tell("preempted_loop", signals=0, how={}, **how)
     assert two.hear() == [{"code": None, "number": 5, "default": True}] * 2
@@ -302,6 +324,23 @@ def test_a_sigterm_after_the_last_agreement_ends_the_process(
 ) -> None:
     one.tell("preempted_loop", signals=1, how={"every": 4, "at": 5}, **how | {"cut": ONE})
     assert_ended(one, 0, one.hear()[0])
+
+
+@pytest.mark.soak
+def test_a_sigterm_to_the_workers_of_a_loader_ends_the_training() -> None:
+    program = (
+        "import subprocess, time, modicum.torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "batches = iter(DataLoader([*range(40)], num_workers=1))\n"
+        "with modicum.torch.save_on_sigterm(lambda: print('saved')) as preemption:\n"
+        "    for _ in batches:\n"
+        "        subprocess.run(['kill', '-TERM', str(batches._workers[0].pid)])\n"
+        "        time.sleep(0.5)\n"
+        "        preemption.after_step()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, ""), ended.stderr
+    assert "is killed by signal: Terminated" in ended.stderr
 
 
 def test_an_error_of_the_save_is_printed_before_sigterm_ends_the_process() -> None:
