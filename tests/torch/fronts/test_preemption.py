@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from ranks import GONE, Pool, Ranks
+from transformers.trainer_jit_checkpoint import CheckpointManager
 
 from modicum.errors import UsageError
 from modicum.torch.trainer import SaveOnSigtermCallback
@@ -197,12 +198,17 @@ def test_the_callback_holds_sigterm_during_the_training(default_sigterm: None) -
         SaveOnSigtermCallback(every=0)
 
 
-def test_the_callback_keeps_a_handler_of_the_program(default_sigterm: None) -> None:
-    """Also that of Trainer's `enable_jit_checkpoint`."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@pytest.mark.parametrize("by", ("the program", "Trainer"))
+def test_the_callback_keeps_a_handler_of_the_program(default_sigterm: None, by: str) -> None:
+    """Trainer installs one with `enable_jit_checkpoint`."""
+    if by == "Trainer":
+        CheckpointManager(trainer=None).setup_signal_handler()
+    else:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(UsageError, match="SaveOnSigtermCallback: the program handles SIGTERM its"):
         SaveOnSigtermCallback().on_train_begin(None, None, None)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_a_sigterm_of_a_training_that_raises_ends_the_next_one() -> None:
