@@ -216,7 +216,7 @@ def test_what_the_model_does_not_have_is_not_saved(tmp_path: Path, modicum: Path
         model = transformers.AutoModelForSequenceClassification.from_config(config)
     rules = front.LoadRules(missing=["^score"], unexpected=["^lm_head"])
     front.load(model, source, rules=rules, progress=False)
-    flight = StepInDirectory(directory)
+    flight = CheckpointInDirectory(directory)
     how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
     with World.of_world().together() as world:
         flight.open(world)
