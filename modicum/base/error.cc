@@ -70,8 +70,10 @@ std::string one_line(Category category, const std::string& what_happened, const 
   add("rank", number(facts.rank));
   add("culprit rank", number(facts.culprit_rank));
   add("pid", number(facts.culprit_pid));
-  add("expected", facts.expected);
-  add("got", facts.got);
+  if (!facts.shortfall_bytes) {
+    add("expected", facts.expected);
+    add("got", facts.got);
+  }
   std::string line = fmt::format("{}: {}", category_name(category), what_happened);
   if (!details.empty()) line += fmt::format(" ({})", details);
   return line;

@@ -73,8 +73,9 @@ struct Owner {
   uint64_t bytes = 0;
 };
 
-// Details of a failure, all optional. The message contains all that are set, except
-// `shortfall_bytes` and `owners`.
+// Details of a failure, all optional. The message contains all that are set, except `owners`,
+// `shortfall_bytes`, and with that `expected` and `got`: they are numbers, for which
+// `what_happened` has the text of over_budget.
 struct Facts {
   std::string file;                    // base name of a file or directory
   std::string tensor;                  // FQN as stored in the file

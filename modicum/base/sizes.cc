@@ -119,6 +119,16 @@ std::string format_size(uint64_t bytes) {
   return fmt::format("{:.2f} {}", value, kNames[unit]);
 }
 
+std::string over_budget(uint64_t budget, uint64_t needed, std::string_view source) {
+  return fmt::format("budget {}{}, needed {}, short by {}", format_size(budget),
+                     source.empty() ? "" : fmt::format(" ({})", source), format_size(needed),
+                     format_size(needed - budget));
+}
+
+std::string counted(uint64_t count, std::string_view noun) {
+  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
+}
+
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {
   std::string best;
   size_t best_distance = std::min<size_t>(3, std::max<size_t>(1, name.size() / 2)) + 1;

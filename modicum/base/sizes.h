@@ -26,6 +26,11 @@ uint64_t parse_count(std::string_view text);
 // "1.50 GiB", or "17 B" below 1 KiB: in the largest unit, up to PiB, in which the number is at
 // least 1.
 std::string format_size(uint64_t bytes);
+// "budget 1.00 GiB (flag), needed 1.50 GiB, short by 512.00 MiB". `source`: of the budget; may be
+// empty. Requires needed >= budget.
+std::string over_budget(uint64_t budget, uint64_t needed, std::string_view source = {});
+// "1 node", "2 nodes".
+std::string counted(uint64_t count, std::string_view noun);
 
 // nullopt if the result overflows.
 template <typename T>

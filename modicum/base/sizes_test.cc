@@ -11,6 +11,19 @@ namespace {
 
 constexpr uint64_t kMost = INT64_MAX;
 
+TEST(OverBudget, HasTheThreeFigures) {
+  EXPECT_EQ(over_budget(kGiB, kGiB + 512 * kMiB),
+            "budget 1.00 GiB, needed 1.50 GiB, short by 512.00 MiB");
+  EXPECT_EQ(over_budget(kGiB, kGiB + 1, "flag"),
+            "budget 1.00 GiB (flag), needed 1.00 GiB, short by 1 B");
+}
+
+TEST(Counted, HasThePluralOfAllButOne) {
+  EXPECT_EQ(counted(0, "node"), "0 nodes");
+  EXPECT_EQ(counted(1, "node"), "1 node");
+  EXPECT_EQ(counted(2, "node"), "2 nodes");
+}
+
 TEST(ParseSize, HasUnitsOf1000AndOf1024) {
   EXPECT_EQ(parse_size("0"), 0U);
   EXPECT_EQ(parse_size("17"), 17U);

@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-[[noreturn]] void fail_over_budget(const std::string& what_happened, uint64_t limit, uint64_t total,
+[[noreturn]] void fail_over_budget(const std::string& what, uint64_t limit, uint64_t total,
                                    const Footprint& owners) {
-  fail(Category::budget, what_happened,
+  fail(Category::budget, fmt::format("{}: {}", what, over_budget(limit, total)),
        {.expected = std::to_string(limit),
         .got = std::to_string(total),
         .shortfall_bytes = total - limit,
@@ -100,13 +100,10 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
 void Ledger::require_room(const Footprint& needed, std::string_view what) const {
   Footprint all = footprint();
   const uint64_t limit = limit_bytes();
-  const uint64_t left = limit - std::min(limit, all.total());
   all += needed;
   if (all.total() <= limit) return;
-  fail_over_budget(
-      fmt::format("{} needs {}, and the budget has {} left: {} too little", what,
-                  format_size(needed.total()), format_size(left), format_size(all.total() - limit)),
-      limit, all.total(), all);
+  fail_over_budget(fmt::format("{} takes {}", what, format_size(needed.total())), limit,
+                   all.total(), all);
 }
 
 Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }
@@ -118,10 +115,8 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   // Compares without forming the sum, which may overflow.
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
     fail_over_budget(
-        fmt::format("no room in the budget for {} bytes of {}{}; {} are held already", bytes,
-                    purpose_name(purpose),
-                    is_copied ? " (counted twice, since forked children may keep copies)" : "",
-                    format_size(before)),
+        fmt::format("no room for {} of {}{}", format_size(bytes), purpose_name(purpose),
+                    is_copied ? " (counted twice, since forked children may keep copies)" : ""),
         limit_bytes_, saturating_add(before, more), footprint_);
   }
   footprint_[purpose] += bytes;

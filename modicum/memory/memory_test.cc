@@ -123,7 +123,7 @@ TEST(Ledger, RequireRoomIsAllOrNothing) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::budget);
   EXPECT_EQ(error->what_happened(),
-            "a state needs 12.00 KiB, and the budget has 12.00 KiB left: 1 B too little");
+            "a state takes 12.00 KiB: budget 16.00 KiB, needed 16.00 KiB, short by 1 B");
   EXPECT_EQ(error->facts().shortfall_bytes, 1U);
   EXPECT_EQ(ledger.footprint().total(), kPageBytes);
 }
@@ -154,8 +154,10 @@ TEST(Ledger, ExceedingTheLimitMapsNothing) {
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::budget);
   EXPECT_STREQ(met->what(),
-               "BUDGET: no room in the budget for 68719476736 bytes of shards; 2.93 KiB are held "
-               "already (expected 1048576, got 68719479736)");
+               "BUDGET: no room for 64.00 GiB of shards: budget 1.00 MiB, needed 64.00 GiB, short "
+               "by 64.00 GiB");
+  EXPECT_EQ(met->facts().expected, "1048576");
+  EXPECT_EQ(met->facts().got, "68719479736");
   EXPECT_EQ(met->facts().shortfall_bytes, 68719479736 - kMiB);
   ASSERT_EQ(met->facts().owners.size(), 2U);
   EXPECT_EQ(met->facts().owners[0].purpose, "header");

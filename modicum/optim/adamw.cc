@@ -75,8 +75,8 @@ void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
   }
   if (!pinner.pin || pinned <= pinner.limit_bytes) return;
   fail(Category::budget,
-       fmt::format("AdamW pins {} and the process may lock {} (RLIMIT_MEMLOCK)",
-                   format_size(pinned), format_size(pinner.limit_bytes)),
+       fmt::format("AdamW pins memory: {}",
+                   over_budget(pinner.limit_bytes, pinned, "RLIMIT_MEMLOCK")),
        {.expected = std::to_string(pinner.limit_bytes),
         .got = std::to_string(pinned),
         .shortfall_bytes = pinned - pinner.limit_bytes,

@@ -30,10 +30,9 @@ std::string largest_purposes(std::span<const Owner> owners) {
 std::optional<Error> refusal_of(Need need, const Budget& budget) {
   if (need.bytes <= budget.bytes) return std::nullopt;
   const uint64_t shortfall = need.bytes - budget.bytes;
-  std::string text =
-      fmt::format("{} needs {}{}{} and the budget ({}) is {}: {} too little; largest: {}", need.who,
-                  format_size(need.bytes), need.when.empty() ? "" : " ", need.when, budget.source,
-                  format_size(budget.bytes), format_size(shortfall), largest_purposes(need.owners));
+  std::string text = fmt::format("{}{}{}: {}; largest: {}", need.who, need.when.empty() ? "" : " ",
+                                 need.when, over_budget(budget.bytes, need.bytes, budget.source),
+                                 largest_purposes(need.owners));
   Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need.bytes)};
   facts.shortfall_bytes = shortfall;
   facts.owners = std::move(need.owners);

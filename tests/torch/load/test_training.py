@@ -116,7 +116,7 @@ def test_the_example_over_budget_reads_no_data(modicum: Path, root: Path, tmp_pa
     lines = re.findall(r"BudgetError: (.*)", done.stderr)
     # torchrun may end one rank before it prints the error.
     assert lines and len(set(lines)) == 1, done.stderr
-    assert re.search(r"BUDGET: .* 600\.00 MiB: \d+\.\d\d MiB too little", lines[0]), lines
+    assert re.search(r"BUDGET: .*: budget 600\.00 MiB .*, short by \d+\.\d\d MiB;", lines[0]), lines
     assert cached_bytes(file) <= 1 * MIB, "more than headers and readahead"
     assert "step 0" not in done.stdout
 
