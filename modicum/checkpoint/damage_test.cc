@@ -186,7 +186,7 @@ TEST(Damage, NewestCheckpointGoesOnBelowTheSkippedOnes) {
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::uncommitted);
     EXPECT_EQ(error.what_happened(),
-              "none of 2 checkpoint(s) is intact; step-3: INTEGRITY: its values");
+              "none of 2 checkpoints is intact; step-3: INTEGRITY: its values");
   }
 }
 

@@ -69,7 +69,7 @@ RunCheckpoint newest_checkpoint(FileSystem& files, const std::string& root,
     fail(Category::uncommitted, "no checkpoint has been saved here", {.file = base_name(root)});
   }
   fail(Category::uncommitted,
-       fmt::format("none of {} checkpoint(s) is intact; {}: {}", skipped.size(),
+       fmt::format("none of {} is intact; {}: {}", counted(skipped.size(), "checkpoint"),
                    step_name(skipped.front().step), skipped.front().reason),
        {.file = base_name(root)});
 }

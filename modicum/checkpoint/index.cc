@@ -157,9 +157,9 @@ void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapp
   for (size_t file = 0; file < unmapped.size(); ++file) {
     if (unmapped[file].empty()) continue;
     const TensorSpec& first = manifest.tensors[unmapped[file].front()].spec;
-    warnings.push_back(fmt::format("{}: {} tensor(s) are not in the index; the first is {}",
-                                   printable(manifest.files[file].name), unmapped[file].size(),
-                                   printable(first.fqn)));
+    warnings.push_back(fmt::format("{}: not in the index: {}; the first is {}",
+                                   printable(manifest.files[file].name),
+                                   counted(unmapped[file].size(), "tensor"), printable(first.fqn)));
   }
 }
 

@@ -37,8 +37,8 @@ class UncertainScales {
   }
   void warn(std::string_view what, std::vector<std::string>& warnings) const {
     if (count_ == 0) return;
-    warnings.push_back(fmt::format("the block size of {} FP8 tensor(s) {}; the first is {}", count_,
-                                   what, printable(first_)));
+    warnings.push_back(fmt::format("the block size of {} {}; the first is {}",
+                                   counted(count_, "FP8 tensor"), what, printable(first_)));
   }
 
  private:

@@ -14,8 +14,8 @@ constexpr const char* kAdapterConfig = "adapter_config.json";
 void warn_of(const std::vector<std::string>& unread, std::string_view what,
              std::vector<std::string>& warnings) {
   if (unread.empty()) return;
-  warnings.push_back(fmt::format("{} {} in the directory are not read; the first is {}",
-                                 unread.size(), what, printable(unread.front())));
+  warnings.push_back(fmt::format("not read: {} in the directory; the first is {}",
+                                 counted(unread.size(), what), printable(unread.front())));
 }
 
 }  // namespace
@@ -33,8 +33,8 @@ void warn_of_unread_files(const std::vector<std::string>& names, const Manifest&
     if (name.starts_with("pytorch_model") && name.ends_with(".bin")) pickles.push_back(name);
     if (name == kAdapterConfig) has_adapter = true;
   }
-  warn_of(shards, "safetensors file(s)", warnings);
-  warn_of(pickles, "pickle file(s)", warnings);
+  warn_of(shards, "safetensors file", warnings);
+  warn_of(pickles, "pickle file", warnings);
   if (!has_adapter) return;
   const bool is_adapter = stem_of(manifest) == kAdapterStem;
   warnings.push_back(fmt::format("{}: {}", kAdapterConfig,

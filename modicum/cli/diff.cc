@@ -59,8 +59,8 @@ int run_diff(const Args& args, const Surroundings& at) {
   if (report.differences.empty()) return 0;
   const DiffReport::Difference& first = report.differences.front();
   at.print_error(fmt::format(
-      "modicum: INTEGRITY: the checkpoints differ in {} tensor(s), first in '{}' ({})\n",
-      report.differences.size(), printable(first.tensor), first.kind));
+      "modicum: INTEGRITY: the checkpoints differ in {}, first in '{}' ({})\n",
+      counted(report.differences.size(), "tensor"), printable(first.tensor), first.kind));
   return exit_code(Category::integrity);
 }
 

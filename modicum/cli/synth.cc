@@ -22,8 +22,8 @@ std::string json_of(const SynthResult& result) {
 }
 
 std::string text_of(const SynthResult& result, const std::string& out) {
-  return fmt::format("{}: {} in {} tensors, {} file(s), {} written\n", out,
-                     format_size(result.data_bytes), result.tensors, result.files,
+  return fmt::format("{}: {} in {}, {}, {} written\n", out, format_size(result.data_bytes),
+                     counted(result.tensors, "tensor"), counted(result.files, "file"),
                      format_size(result.written_bytes));
 }
 

@@ -21,8 +21,9 @@ std::string dtype_text(const DiffReport::Difference& difference) {
   if (difference.rounded_to.empty()) return text + "values not compared";
   if (difference.count == 0)
     return text + fmt::format("equal after rounding to {}", difference.rounded_to);
-  return text + fmt::format("{} value(s) differ after rounding to {}", difference.count,
-                            difference.rounded_to);
+  return text + fmt::format("{} {} after rounding to {}",
+                            counted(static_cast<uint64_t>(difference.count), "value"),
+                            difference.count == 1 ? "differs" : "differ", difference.rounded_to);
 }
 
 }  // namespace
@@ -60,8 +61,9 @@ std::string diff_text(const DiffReport& report) {
   for (const DiffReport::Difference& difference : report.differences) {
     text += fmt::format("{}: {}", printable(difference.tensor), difference.kind);
     if (difference.kind == "values") {
-      text +=
-          fmt::format(", {} element(s), the first is {}", difference.count, difference.first_index);
+      text += fmt::format(", {}, the first is {}",
+                          counted(static_cast<uint64_t>(difference.count), "element"),
+                          difference.first_index);
     } else if (difference.kind == "dtype") {
       text += dtype_text(difference);
     }
@@ -72,8 +74,8 @@ std::string diff_text(const DiffReport& report) {
     text += '\n';
   }
   return text + compared_text(report.with_record) +
-         fmt::format("{} tensor(s), {} compared: {} difference(s)\n", report.tensors,
-                     format_size(report.bytes), report.differences.size());
+         fmt::format("{}, {} compared: {}\n", counted(report.tensors, "tensor"),
+                     format_size(report.bytes), counted(report.differences.size(), "difference"));
 }
 
 }  // namespace modicum

@@ -295,7 +295,7 @@ TEST(Findings, LargeHeapsAreWarnings) {
   facts.program->arena_max = 2;
   const std::vector<Finding> findings = findings_of(facts);
   EXPECT_EQ(find(findings, "malloc_arenas").summary,
-            "2.00 GiB in 7 heap(s) of threads, used or retained; at most 2 arenas");
+            "2.00 GiB in 7 heaps of threads, used or retained; at most 2 arenas");
   facts.program->allocator = "jemalloc";
   EXPECT_EQ(text_of(facts, "malloc_arenas"), "info jemalloc");
   EXPECT_FALSE(has(facts, "malloc_heap"));

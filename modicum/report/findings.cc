@@ -86,7 +86,7 @@ void add_kills(const DoctorFacts& facts, Findings& found) {
       {.id = "oom_kills",
        .value = facts.oom_kills,
        .severity = Severity::warning,
-       .summary = fmt::format("the cgroup chain has had {} OOM kill(s)", facts.oom_kills),
+       .summary = "the cgroup chain has had " + counted(facts.oom_kills, "OOM kill"),
        .advice = "`dmesg | grep -i oom` names the processes; `modicum plan --budget` tells whether "
                  "the job fits the limit"});
 }

@@ -85,10 +85,10 @@ std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {
   const Manifest& manifest = checkpoint.manifest;
   const DTypeSums sums = sums_of(manifest);
   std::string text = fmt::format(
-      "{}: {} in {} tensors ({} elements), {} file(s){}{}\n",
+      "{}: {} in {} ({} elements), {}{}{}\n",
       checkpoint.hub ? name_of(*checkpoint.hub) : printable(checkpoint.directory),
-      format_size(manifest.data_bytes()), manifest.tensors.size(), elements_of(sums),
-      manifest.files.size(),
+      format_size(manifest.data_bytes()), counted(manifest.tensors.size(), "tensor"),
+      elements_of(sums), counted(manifest.files.size(), "file"),
       checkpoint.config.model_type.empty() ? "" : ", " + printable(checkpoint.config.model_type),
       checkpoint.config.tie_word_embeddings ? ", tied word embeddings" : "");
   for (const auto& [dtype, sum] : sums) {

@@ -93,8 +93,9 @@ std::string compared_text(const ComparedValues& compared) {
   std::string text =
       fmt::format("{} equal the record of the checkpoint", format_size(compared.bytes));
   if (!compared.not_compared.empty()) {
-    text += fmt::format("; not or partly compared: {} tensor(s), the first is {}",
-                        compared.not_compared.size(), printable(compared.not_compared.front()));
+    text += fmt::format("; not or partly compared: {}, the first is {}",
+                        counted(compared.not_compared.size(), "tensor"),
+                        printable(compared.not_compared.front()));
   }
   return text + "\n";
 }

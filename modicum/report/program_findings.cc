@@ -93,19 +93,19 @@ void add_heaps(const DoctorFacts& facts, Findings& found) {
   const std::string max = program.arena_max ? fmt::format("at most {} arenas", *program.arena_max)
                                             : "MALLOC_ARENA_MAX not set";
   const bool has_few = program.arena_max && *program.arena_max <= 2;
-  found.push_back(
-      {.id = "malloc_arenas",
-       .value = heaps.arena_resident_bytes,
-       .severity = severity_of_heap(facts, heaps.arena_resident_bytes),
-       .summary = (heaps.arena_resident_bytes == 0
-                       ? "nothing in heaps of threads"
-                       : fmt::format("{} in {} heap(s) of threads, used or retained",
-                                     format_size(heaps.arena_resident_bytes), heaps.arena_heaps)) +
-                  "; " + max,
-       .advice = !is_worth_advice(facts, heaps.arena_resident_bytes) ? "nothing to do"
-                 : has_few ? "malloc_trim(0) returns the free part"
-                           : "malloc_trim(0) returns the free part; start with "
-                             "MALLOC_ARENA_MAX=2 for fewer heaps"});
+  found.push_back({.id = "malloc_arenas",
+                   .value = heaps.arena_resident_bytes,
+                   .severity = severity_of_heap(facts, heaps.arena_resident_bytes),
+                   .summary = (heaps.arena_resident_bytes == 0
+                                   ? "nothing in heaps of threads"
+                                   : fmt::format("{} in {} of threads, used or retained",
+                                                 format_size(heaps.arena_resident_bytes),
+                                                 counted(heaps.arena_heaps, "heap"))) +
+                              "; " + max,
+                   .advice = !is_worth_advice(facts, heaps.arena_resident_bytes) ? "nothing to do"
+                             : has_few ? "malloc_trim(0) returns the free part"
+                                       : "malloc_trim(0) returns the free part; start with "
+                                         "MALLOC_ARENA_MAX=2 for fewer heaps"});
   found.push_back({.id = "malloc_heap",
                    .value = heaps.main_resident_bytes,
                    .severity = severity_of_heap(facts, heaps.main_resident_bytes),

@@ -49,9 +49,10 @@ std::string rehearse_json(const RehearseReport& report) {
 }
 
 std::string rehearse_text(const RehearseReport& report) {
-  std::string text = fmt::format(
-      "{}, then {} step(s) of AdamW ({}); loaded in {:.2f} s, {:.2f} s in all\n", report.strategy,
-      report.steps, row_of(report.format).name, report.load_s, report.elapsed_s);
+  std::string text =
+      fmt::format("{}, then {} of AdamW ({}); loaded in {:.2f} s, {:.2f} s in all\n",
+                  report.strategy, counted(static_cast<uint64_t>(report.steps), "step"),
+                  row_of(report.format).name, report.load_s, report.elapsed_s);
   for (const PhaseReport& phase : report.phases) {
     text += fmt::format("\n{}\n{}", phase.name,
                         outcome_text({phase.promise, phase.ranks, report.launcher_bytes}));

@@ -47,7 +47,7 @@ void losses_members(JsonWriter& out, const std::vector<TensorLoss>& losses) {
 // `done`: "copied" or "left out".
 std::string names_text(std::string_view done, const std::vector<std::string>& names) {
   if (names.empty()) return "";
-  return fmt::format("{} {} stored tensor(s); the first is {}\n", done, names.size(),
+  return fmt::format("{} {}; the first is {}\n", done, counted(names.size(), "stored tensor"),
                      printable(names.front()));
 }
 
@@ -77,9 +77,10 @@ std::string save_json(const SaveReport& report) {
 }
 
 std::string save_text(const SaveReport& report) {
-  std::string text = fmt::format(
-      "{}: {} in {} file(s), written in {:.2f} s, durable after {:.2f} s\n", printable(report.path),
-      format_size(report.written_bytes), report.files.size(), report.elapsed_s, report.durable_s);
+  std::string text =
+      fmt::format("{}: {} in {}, written in {:.2f} s, durable after {:.2f} s\n",
+                  printable(report.path), format_size(report.written_bytes),
+                  counted(report.files.size(), "file"), report.elapsed_s, report.durable_s);
   if (report.is_preempted)
     text += "a stop signal came while the checkpoint was saved: it is complete\n";
   text += names_text("copied", report.copied);
@@ -111,9 +112,9 @@ std::string convert_json(const ConvertReport& report) {
 }
 
 std::string convert_text(const ConvertReport& report) {
-  std::string text =
-      fmt::format("{}: {} written in {:.2f} s, {} file(s)", printable(report.path),
-                  format_size(report.written_bytes), report.elapsed_s, report.files.size());
+  std::string text = fmt::format("{}: {} written in {:.2f} s, {}", printable(report.path),
+                                 format_size(report.written_bytes), report.elapsed_s,
+                                 counted(report.files.size(), "file"));
   if (report.kept_files > 0) text += fmt::format(", {} kept", report.kept_files);
   text += '\n';
   text += names_text("left out", report.left_out) + "\n";

@@ -61,11 +61,14 @@ std::string step_json(const StepReport& report) {
 }
 
 std::string step_text(const StepReport& report) {
+  const auto number = [](int count, std::string_view noun) {
+    return counted(static_cast<uint64_t>(count), noun);
+  };
   std::string text =
-      fmt::format("{}: {} parameters on {} rank(s) of {} thread(s), {} step(s), {} gradients\n\n",
+      fmt::format("{}: {} parameters on {} of {}, {}, {} gradients\n\n",
                   row_of(report.task.format).name, rate(static_cast<double>(report.task.params)),
-                  report.promise.ranks(), report.task.threads, report.task.steps,
-                  torch_name(report.task.grad_dtype));
+                  number(report.promise.ranks(), "rank"), number(report.task.threads, "thread"),
+                  number(report.task.steps, "step"), torch_name(report.task.grad_dtype));
   const auto line = [&text](std::string_view what, const std::string& first,
                             const std::string& last) {
     text += fmt::format("{:<26} {:>12} {:>12}\n", what, first, last);
@@ -74,7 +77,7 @@ std::string step_text(const StepReport& report) {
   line("bytes per parameter", "step 1", "last step");
   line("  charged", bytes(report.step_1.ledger), bytes(report.last_step.ledger));
   line("  measured (tree)", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
-  text += fmt::format("fixed {}, predicted {}; {} forked child(ren) per rank\n\n",
+  text += fmt::format("fixed {}, predicted {}; forked children per rank: {}\n\n",
                       format_size(report.fixed_bytes),
                       format_size(report.promise.node_peak_bytes(0)), report.task.children);
   if (report.step_s > 0) {
@@ -90,8 +93,8 @@ std::string step_text(const StepReport& report) {
                            : std::string("gradient not finite");
   if (report.task.max_norm) text += fmt::format(", clipped to {:.6g}", *report.task.max_norm);
   if (report.loss_scale) {
-    text += fmt::format("; loss scale {:.6g}, {} step(s) skipped", *report.loss_scale,
-                        report.skipped_steps);
+    text += fmt::format("; loss scale {:.6g}, {} skipped", *report.loss_scale,
+                        number(report.skipped_steps, "step"));
   }
   text += fmt::format("\nstate digest {}, master digest {}\n", digest_text(report.state_digest),
                       digest_text(report.master_digest));

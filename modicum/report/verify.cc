@@ -25,8 +25,8 @@ std::string verify_text(const VerifyReport& report) {
     text +=
         fmt::format("{:>12}  {}: {}\n", format_size(file.bytes), printable(file.name), file.result);
   }
-  text += fmt::format("{} file(s), {} tensor(s) checked: {}\n", report.files.size(),
-                      report.tensors_checked, report.fault ? "FAILED" : "ok");
+  text += fmt::format("{}, {} checked: {}\n", counted(report.files.size(), "file"),
+                      counted(report.tensors_checked, "tensor"), report.fault ? "FAILED" : "ok");
   for (const DamagedCheckpoint& step : report.damaged) {
     text += fmt::format("{:>12}  {}: a save has set it aside; {}\n", format_size(step.bytes),
                         printable(step.path), step.reason.empty() ? "it is intact" : step.reason);

@@ -35,21 +35,22 @@ bool casts_can_lose(const Run& run) {
   });
 }
 
-// "N ... of M tensor(s) ..., most of them in T: K"
+// "N values of M tensors became ...; most of them, K, in T"
 std::string loss_text(const std::vector<TensorLoss>& losses, int64_t RangeLoss::*count,
                       std::string_view became) {
-  int64_t values = 0, tensors = 0;
+  uint64_t values = 0, tensors = 0;
   const TensorLoss* most = nullptr;
   for (const TensorLoss& tensor_loss : losses) {
     const int64_t lost = tensor_loss.loss.*count;
     if (lost == 0) continue;
-    values += lost;
+    values += static_cast<uint64_t>(lost);
     ++tensors;
     if (most == nullptr || lost > most->loss.*count) most = &tensor_loss;
   }
   if (most == nullptr) return "";
-  return fmt::format("{} value(s) of {} tensor(s) became {}; most of them, {}, in {}", values,
-                     tensors, became, most->loss.*count, printable(most->tensor));
+  return fmt::format("{} of {} became {}; most of them, {}, in {}", counted(values, "value"),
+                     counted(tensors, "tensor"), became, most->loss.*count,
+                     printable(most->tensor));
 }
 
 // Adds the losses of all files, including those that an earlier call has finished, and warnings.

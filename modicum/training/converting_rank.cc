@@ -39,9 +39,10 @@ void require_range(const ConvertTask& task, const std::vector<TensorLoss>& losse
     if (tensor_loss.loss.overflowed == 0) continue;
     const DType dtype = dtype_of(task.form.manifest(), tensor_loss.tensor);
     fail(Category::mismatch,
-         fmt::format("{} finite value(s) of the tensor would become infinite as {}; the first is "
-                     "element {}; --allow-overflow writes infinities",
-                     tensor_loss.loss.overflowed, torch_name(dtype), tensor_loss.loss.first_index),
+         fmt::format("{} of the tensor would become infinite as {}; the first is element {}; "
+                     "--allow-overflow writes infinities",
+                     counted(static_cast<uint64_t>(tensor_loss.loss.overflowed), "finite value"),
+                     torch_name(dtype), tensor_loss.loss.first_index),
          {.file = tensor_loss.file,
           .tensor = tensor_loss.tensor,
           .expected = fmt::format("magnitudes of at most {}", largest_finite(dtype)),

@@ -97,8 +97,8 @@ def test_warns_of_tensors_that_are_neither_cast_nor_trained(modicum: Path, tmp_p
     }
     directory = write_checkpoint(tmp_path / "model", tensors)
     cast, adamw = ("--dtype", "fp32"), ("--optimizer", "adamw:fp32", "--frozen", "wide")
-    wide = "1 tensor(s) stay as stored: --dtype casts only float32, bfloat16, float16, and FP8 "
-    wide += "with scales; the first is wide (float64)"
+    wide = "kept as stored: 1 tensor (--dtype casts only float32, bfloat16, float16, and FP8 "
+    wide += "with scales); the first is wide (float64)"
     for verb in ("plan", "load"):
         assert run_json(modicum, verb, directory, *adamw)["warnings"] == []
         assert run_json(modicum, verb, directory, *cast)["warnings"] == [wide]
@@ -106,7 +106,7 @@ def test_warns_of_tensors_that_are_neither_cast_nor_trained(modicum: Path, tmp_p
     assert run_json(modicum, "plan", directory)["warnings"] == []
     for flags in (cast, adamw):
         warning = run_json(modicum, "plan", directory, *flags)["warnings"][-1]
-        assert warning.startswith("1 tensor(s) stay as stored: codes of quantization method 'gptq'")
+        assert warning.startswith("kept as stored: 1 tensor (codes of quantization method 'gptq'")
         assert warning.endswith("the first is q.qweight (int32)")
     error = failure(modicum, 2, "plan", directory, *cast, *adamw[:2])
     assert (error["tensor"], error["got"]) == ("wide", "float64") and "--frozen" in error["message"]

@@ -366,7 +366,7 @@ def test_overflow_is_an_error_unless_it_is_allowed(modicum: Path, tmp_path: Path
     assert error["category"] == "MISMATCH" and error["tensor"] == "edge"
     assert error["file"] == "model-00003-of-00003.safetensors"
     assert error["expected"] == "magnitudes of at most 65504" and error["got"] == "-65520"
-    assert "2 finite value(s)" in error["message"] and "element 2;" in error["message"]
+    assert "2 finite values" in error["message"] and "element 2;" in error["message"]
     assert not out.exists()
 
     report = run_json(modicum, *words, "--allow-overflow")
@@ -375,8 +375,8 @@ def test_overflow_is_an_error_unless_it_is_allowed(modicum: Path, tmp_path: Path
     assert losses_in(report) == expected
     assert len(expected["overflowed_tensors"]) == len(expected["underflowed_tensors"]) == 2
     overflow, underflow = report["warnings"]
-    assert f"{expected['overflowed']} value(s) of 2 tensor(s) became infinite" in overflow
-    assert f"{expected['underflowed']} value(s) of 2 tensor(s) became zero" in underflow
+    assert f"{expected['overflowed']} values of 2 tensors became infinite" in overflow
+    assert f"{expected['underflowed']} values of 2 tensors became zero" in underflow
     assert overflow.endswith("in mixed") and underflow.endswith("in mixed")
     for name, value in tensors_of(out).items():
         with numpy.errstate(all="ignore"):
@@ -666,7 +666,7 @@ def test_differences_are_named(modicum: Path, tmp_path: Path) -> None:
     assert (found["values"]["first_index"], found["values"]["count"]) == (5, 2)
     assert (found["values"]["largest_index"], found["values"]["largest_difference"]) == (11, 1)
     text = run(modicum, "diff", tmp_path / "a", tmp_path / "b").stdout
-    assert "2 element(s), the first is 5, the largest difference is 1 at [2, 3]" in text
+    assert "2 elements, the first is 5, the largest difference is 1 at [2, 3]" in text
     assert found["gone"]["count"] == 5
     assert run_json(modicum, "diff", tmp_path / "a", tmp_path / "a")["differences"] == []
 
@@ -712,7 +712,7 @@ def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_pat
     assert "equal: dtype float32 vs float16; equal after rounding to float16" in lines
     assert "ids: dtype int64 vs float16; values not compared" in lines
     (line,) = [line for line in lines if line.startswith("differs:")]
-    assert "; 2 value(s) differ after rounding to float16, " in line
+    assert "; 2 values differ after rounding to float16, " in line
     assert line.endswith(f"the largest difference is {by:.6g} at [5, 9]")
 
 

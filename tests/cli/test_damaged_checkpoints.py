@@ -83,7 +83,7 @@ def test_no_checkpoint_of_a_root_passes(modicum: Path, model: Path, tmp_path: Pa
         flip(root / f"step-{number}/model.safetensors")
     error = failure(modicum, 19, "resume", root)
     assert error["category"] == "UNCOMMITTED"
-    assert "none of 2 checkpoint(s) is intact; step-2: INTEGRITY" in error["message"]
+    assert "none of 2 checkpoints is intact; step-2: INTEGRITY" in error["message"]
 
 
 def test_what_is_no_damaged_checkpoint_is_left_alone(
