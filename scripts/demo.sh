@@ -17,5 +17,5 @@ show() {
 }
 
 show synth "$demo/qwen3-0.6b" --arch qwen3-0.6b
-show plan "$demo/qwen3-0.6b" --ranks 4
+show plan "$demo/qwen3-0.6b" --ranks 4 --compare
 show load "$demo/qwen3-0.6b" --ranks 4 --strategy own-shard --check values

@@ -75,7 +75,7 @@ TEST_F(CommandLine, EachVerbHasItsFlags) {
       "--round-robin", "--tp-rowwise",     "--tp-packed", "--tp-replicate",  "--expert-mesh",
       "--experts",     "--budget",         "--threads",   "--frozen"};
   const std::vector<std::pair<std::string, std::vector<std::string>>> flags_of = {
-      {"plan", {"--deepspeed", "--workers", "--persistent-workers"}},
+      {"plan", {"--deepspeed", "--workers", "--persistent-workers", "--compare", "--device"}},
       {"plan", kRunFlags},
       {"load", kRunFlags},
       {"rehearse", kRunFlags},

@@ -75,7 +75,10 @@ int run_plan(const Args& args, const Surroundings& at) {
   RunFlags flags;
   PlanFlags of_plan;
   std::string page;
+  bool compares = false;
   add_run_flags(app, flags);
+  app.add_flag("--device", flags.on_device,
+               "parameters on a device of each rank, gradients and optimizer state on the host");
   add_forecast_flags(app, of_plan);
   add_common_flags(app, common,
                    {.budget_default = "none", .staging = &flags.staging, .progress = false});
@@ -83,6 +86,8 @@ int run_plan(const Args& args, const Surroundings& at) {
                  "write the memory of the fullest node in each phase as an HTML file, with the "
                  "inputs; with --deepspeed, DeepSpeed's memory")
       ->type_name("FILE");
+  app.add_flag("--compare", compares,
+               "show every strategy; default: only that of --strategy (--json has all)");
   add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
   if (const auto done = parse(app, args, at)) return *done;
   of_plan.budget = common.budget;
@@ -96,7 +101,7 @@ int run_plan(const Args& args, const Surroundings& at) {
     file->write(plan_page(report, "modicum plan " + name, origin_of(args, flags.directory, name)));
   }
   print_result(
-      common, at, [&] { return plan_json(report); }, [&] { return plan_text(report); });
+      common, at, [&] { return plan_json(report); }, [&] { return plan_text(report, compares); });
   const std::optional<Error>& refusal = report.refusal ? report.refusal : report.wider_refusal;
   if (!refusal) return 0;
   at.print_error(fmt::format("modicum: {}\n", refusal->what()));

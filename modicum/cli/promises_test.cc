@@ -406,7 +406,8 @@ TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
     EXPECT_EQ(with["job_fits"].is_true(), fits);
     const std::string shown = program.run(line).out;
     EXPECT_NE(shown.find("step_resumed"), std::string::npos);
-    EXPECT_EQ(shown.find("too little") == std::string::npos, fits);
+    EXPECT_EQ(shown.find("short by") == std::string::npos, fits);
+    EXPECT_EQ(shown.starts_with("load and steps fit: "), !fits) << shown;
   }
   const Document without = program.succeed("plan /moe --budget 1GiB");
   EXPECT_FALSE(without.has("job_fits"));
@@ -557,6 +558,7 @@ TEST_F(Promises, SuggestedAlternativesFit) {
         std::string values = fmt::format(
             "--strategy {} --staging {} --ranks-per-node {}", alternative["strategy"].text(),
             alternative["staging_bytes"].bytes(), alternative["ranks_per_node"].bytes());
+        if (!alternative["dtype"].is_null()) values += " --dtype " + alternative["dtype"].text();
         if (!alternative["state_format"].is_null()) {
           values += " --optimizer adamw:" + alternative["state_format"].text();
         }
@@ -598,13 +600,15 @@ TEST_F(Promises, TheTextOfAPlanThatDoesNotFitNamesAnAlternative) {
   const std::string words = "plan /moe --ranks 2 --strategy own-shard --staging 32MiB";
   const RunResult ended = program.run(words + " --budget 24MiB");
   EXPECT_EQ(ended.code, 15);
-  for (const char* part : {"does not fit", "too little", "would fit: --staging "}) {
-    EXPECT_NE(ended.out.find(part), std::string::npos) << ended.out;
-  }
+  EXPECT_TRUE(ended.out.starts_with("does not fit: budget 24.00 MiB per node (flag), needed "))
+      << ended.out;
+  EXPECT_TRUE(has(lines_of(ended.out).at(1), "would fit: --staging ")) << ended.out;
   const RunResult quiet = program.run(words + " --budget 24MiB -q");
   EXPECT_EQ(quiet.code, 15);
   EXPECT_EQ(quiet.out, "");
-  EXPECT_TRUE(quiet.err.starts_with("modicum: BUDGET"));
+  EXPECT_TRUE(quiet.err.starts_with("modicum: BUDGET: node 0: budget 24.00 MiB (flag), needed "));
+  EXPECT_TRUE(has(quiet.err, ", short by ")) << quiet.err;
+  EXPECT_FALSE(has(quiet.err, "expected")) << quiet.err;
   EXPECT_EQ(program.run(words + " --budget none").code, 0);
 }
 

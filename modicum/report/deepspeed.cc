@@ -106,7 +106,14 @@ std::string deepspeed_text(const DeepSpeedForecast& forecast) {
                         forecast.per_param(bytes), format_size(forecast.on_node(bytes)));
   };
   text += '\n';
-  for (const std::string_view phase : kPhases) total(phase, forecast.bytes_at(phase));
+  for (const std::string_view owner : kForecastOwners) {
+    const uint64_t bytes = forecast.bytes_of(owner);
+    if (bytes > 0) total(fmt::format("sum of {}", owner), bytes);
+  }
+  text += '\n';
+  for (const std::string_view phase : kPhases) {
+    total(fmt::format("all by {}", phase), forecast.bytes_at(phase));
+  }
   text += "\nModicum's optimizer state by format, held from the beginning\n";
   for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours)
     total(row_of(ours.format).name, ours.bytes);

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "modicum/json/json.h"
 #include "modicum/report/report.h"
@@ -53,11 +54,15 @@ std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& report);
 
-// "the save, or a resume ..., needs X, Y too little". Requires that report.job_fits is false.
+// "the save, or a resume ...: needed X, short by Y". Requires that report.job_fits is false.
 std::string job_shortfall(const PlanReport& report);
 // Whether the requested run fits the budget, with DeepSpeed and all holders of the node, and
-// otherwise runs that would fit. Begins with an empty line. Requires report.budget.
-std::string verdict_text(const PlanReport& report);
+// otherwise runs that would fit: a sentence for each. Without a budget, what the run needs.
+std::vector<std::string> answers(const PlanReport& report);
+// The sentence as a line, or as several lines of at most 120 columns.
+std::string wrapped(std::string_view sentence);
+// Whether the report is about DeepSpeed's training, and not about one with Modicum's AdamW.
+bool has_only_forecast(const PlanReport& report);
 // What processes of torch hold in addition to the default of --baseline, on the fullest node.
 std::string baseline_clause(const PlanReport& report);
 void alternative_object(JsonWriter& out, const Alternative& alternative);

@@ -101,15 +101,15 @@ std::string past_run_sentence(const PlanReport& report) {
     return text + "; the planned load fits, but " + job_shortfall(report);
   }
   if (report.alternatives.empty()) {
-    return text + "; no strategy, staging, state format or number of nodes fits";
+    return text + "; no dtype, state format, strategy, staging or number of nodes fits";
   }
-  const Alternative& smallest = report.alternatives.front();
-  text += "; the smallest change that fits is " + smallest.flags;
-  if (smallest.flags.find("--ranks-per-node") != std::string::npos) {
-    text += fmt::format(" ({} nodes)",
-                        (report.ranks + smallest.ranks_per_node - 1) / smallest.ranks_per_node);
+  const Alternative& cheapest = report.alternatives.front();
+  text += "; the cheapest change that fits is " + cheapest.flags;
+  if (cheapest.flags.find("--ranks-per-node") != std::string::npos) {
+    text += fmt::format(" ({} nodes)", ceil_div(report.ranks, cheapest.ranks_per_node));
   }
-  return text + fmt::format(": at most {} on a node", format_size(smallest.peak_bytes));
+  text += fmt::format(": at most {} on a node", format_size(cheapest.peak_bytes));
+  return cheapest.note.empty() ? text : fmt::format("{} ({})", text, cheapest.note);
 }
 
 void past_run_member(JsonWriter& out, const PlanReport& report) {

@@ -181,10 +181,14 @@ Chart chart_of(const StrategyReport& strategy, int node) {
   return chart;
 }
 
+std::string ranks_text(const DeepSpeedForecast& forecast) {
+  return counted(static_cast<uint64_t>(forecast.ranks_of_node), "rank");
+}
+
 // The forecast for the largest node: one stack for all ranks.
 Chart chart_of(const DeepSpeedForecast& forecast) {
   Chart chart;
-  Chart::Stack stack{fmt::format("{} rank(s)", forecast.ranks_of_node), {}};
+  Chart::Stack stack{ranks_text(forecast), {}};
   const std::span<const std::string_view> phases = DeepSpeedForecast::phases();
   chart.phases.assign(phases.begin(), phases.end());
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
@@ -254,11 +258,7 @@ std::string document_of(const Chart& chart, const std::optional<Budget>& budget)
 std::string verdict_sentence(const PlanReport& report) {
   if (report.past) return past_run_sentence(report);
   if (!report.budget) return "";
-  std::string sentence;
-  for (const char c : verdict_text(report))
-    sentence += c == '\n' ? std::string("; ") : std::string(1, c);
-  // verdict_text begins and ends with a newline; this drops the "; " that each of them became.
-  return sentence.substr(2, sentence.size() - 4);
+  return fmt::format("{}", fmt::join(answers(report), "; "));
 }
 
 int drawn_node(const StrategyReport& strategy) {
@@ -273,6 +273,10 @@ int drawn_node(const StrategyReport& strategy) {
 std::vector<PageFact> facts_of(const PlanReport& report, const PageOrigin& origin) {
   std::vector<PageFact> facts = {{"Command", origin.command}};
   facts.insert(facts.end(), report.inputs.begin(), report.inputs.end());
+  if (report.budget) {
+    facts.push_back({"Budget", fmt::format("{} per node ({})", format_size(report.budget->bytes),
+                                           report.budget->source)});
+  }
   facts.push_back({"Baseline", report.baseline.is_given
                                    ? fmt::format("{} in each rank process before the load",
                                                  format_size(report.baseline.bytes))
@@ -289,16 +293,15 @@ std::string plan_page(const PlanReport& report, std::string_view title, const Pa
   const int node = drawn_node(strategy);
   PageText text{.sentence = verdict_sentence(report), .facts = facts_of(report, origin)};
   std::vector<std::pair<std::string, std::string>> runs;  // their labels and documents
-  const bool has_forecast = report.deepspeed && !report.deepspeed->lines.empty();
-  if (has_forecast) {
+  if (report.deepspeed && !report.deepspeed->lines.empty()) {
     const DeepSpeedForecast& forecast = *report.deepspeed;
     if (text.sentence.empty()) text.sentence = deepspeed_sentence(forecast);
     text.tables.push_back(deepspeed_table(forecast));
-    runs.emplace_back(fmt::format("DeepSpeed {}, ZeRO-{}, {} rank(s) on a node, forecast",
-                                  forecast.version, forecast.stage, forecast.ranks_of_node),
+    runs.emplace_back(fmt::format("DeepSpeed {}, ZeRO-{}, {} on a node, forecast", forecast.version,
+                                  forecast.stage, ranks_text(forecast)),
                       document_of(chart_of(forecast), report.budget));
   }
-  if (!has_forecast || strategy.job) {
+  if (!has_only_forecast(report)) {
     runs.emplace_back(fmt::format("{}, node {} of {}, predicted", strategy.strategy, node,
                                   strategy.promise.nodes()),
                       document_of(chart_of(strategy, node), report.budget));

@@ -49,7 +49,9 @@ void job_member(JsonWriter& out, const JobPromise& job, std::span<const JobPhase
   out.end_array().end_object();
 }
 
-void strategy_object(JsonWriter& out, const StrategyReport& strategy) {
+// `device_bytes`: PlanReport::device_bytes.
+void strategy_object(JsonWriter& out, const StrategyReport& strategy,
+                     std::span<const uint64_t> device_bytes) {
   out.begin_object().member("name", strategy.strategy);
   out.member("storage_read_bytes", strategy.traffic.storage_read_bytes);
   out.member("exchanged_bytes", strategy.traffic.exchanged_bytes);
@@ -73,7 +75,11 @@ void strategy_object(JsonWriter& out, const StrategyReport& strategy) {
   for (int rank = 0; rank < strategy.promise.ranks(); ++rank) {
     out.begin_object().member("rank", rank);
     out.member("node", strategy.promise.node_of_rank[static_cast<size_t>(rank)]);
-    out.member("peak_bytes", strategy.promise.rank_peak_bytes(rank)).end_object();
+    out.member("peak_bytes", strategy.promise.rank_peak_bytes(rank));
+    if (!device_bytes.empty()) {
+      out.member("device_bytes", device_bytes[static_cast<size_t>(rank)]);
+    }
+    out.end_object();
   }
   out.end_array().end_object();
 }
@@ -86,18 +92,27 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.end_array();
 }
 
+// The requested strategy, or all.
+std::vector<const StrategyReport*> shown_strategies(const PlanReport& report, bool compares) {
+  std::vector<const StrategyReport*> shown;
+  for (const StrategyReport& strategy : report.strategies) {
+    if (compares || strategy.strategy == report.strategy) shown.push_back(&strategy);
+  }
+  return shown;
+}
+
 // A table of the job's phases, by strategy. Each figure is that of the node that is fullest in this
 // phase.
-std::string job_text(const PlanReport& report) {
-  if (report.strategies.empty() || !report.strategies.front().job) return "";
+std::string job_text(std::span<const StrategyReport* const> strategies) {
+  if (strategies.empty() || !strategies.front()->job) return "";
   std::string text =
-      fmt::format("\nfullest node of each phase; the same number of ranks resumes\n{:<17}", "");
-  for (const JobPhase& phase : phases_of(*report.strategies.front().job)) {
+      fmt::format("\npeak per node by phase; the same number of ranks resumes\n{:<17}", "");
+  for (const JobPhase& phase : phases_of(*strategies.front()->job)) {
     text += fmt::format(" {:>12}", phase.name);
   }
-  for (const StrategyReport& strategy : report.strategies) {
-    text += fmt::format("\n{:<17}", strategy.strategy);
-    for (const JobPhase& phase : phases_of(*strategy.job)) {
+  for (const StrategyReport* strategy : strategies) {
+    text += fmt::format("\n{:<17}", strategy->strategy);
+    for (const JobPhase& phase : phases_of(*strategy->job)) {
       const Promise& promise = phase.promise;
       text += fmt::format(" {:>12}", format_size(promise.node_peak_bytes(worst_node(promise))));
     }
@@ -106,21 +121,45 @@ std::string job_text(const PlanReport& report) {
 }
 
 std::string past_text(const PlanReport& report) {
-  return report.past ? fmt::format("\n{}\n", past_run_sentence(report)) : "";
+  return report.past ? past_run_sentence(report) + "\n" : "";
 }
 
 // The cause of the peak for a table, whose lines have at most 120 columns: the second owner is left
 // out if it does not fit.
-std::string short_cause(const Promise& promise, int node) {
-  constexpr size_t kColumns = 39;
+std::string short_cause(const Promise& promise, int node, size_t columns) {
   const std::string cause = peak_cause(promise, node);
-  return cause.size() <= kColumns ? cause : cause.substr(0, cause.find(','));
+  return cause.size() <= columns ? cause : cause.substr(0, cause.find(','));
 }
 
-// Host memory of a process that has imported torch and the libraries of a training, before its load
-// (docs/guide/plan.md#baseline).
-constexpr double kTorchLeastGib = 0.3;
-constexpr double kTorchMostGib = 1.5;
+// A table of memory and traffic, by strategy.
+std::string strategies_text(const PlanReport& report,
+                            std::span<const StrategyReport* const> strategies) {
+  const bool on_device = !report.device_bytes.empty();
+  std::string device;  // the column of --device, which shortens the last one
+  const auto line = [&](const auto&... cells) {
+    return fmt::format("{:<15} {:>13} {:>12} {:>10} {:>11} {:>10}{}  {}\n", cells...);
+  };
+  if (on_device) device = fmt::format(" {:>12}", "on a device");
+  std::string text = line("strategy", "peak per node", "largest rank", "read", "read/needed",
+                          "sent", device, "at the peak");
+  if (on_device) {
+    device = fmt::format(" {:>12}", format_size(*std::max_element(report.device_bytes.begin(),
+                                                                  report.device_bytes.end())));
+  }
+  for (const StrategyReport* strategy : strategies) {
+    const int worst = worst_node(strategy->promise);
+    uint64_t largest = 0;
+    for (int rank = 0; rank < strategy->promise.ranks(); ++rank) {
+      largest = std::max(largest, strategy->promise.rank_peak_bytes(rank));
+    }
+    text += line(strategy->strategy, format_size(strategy->promise.node_peak_bytes(worst)),
+                 format_size(largest), format_size(strategy->traffic.storage_read_bytes),
+                 fmt::format("{:.3f}", strategy->overread_ratio()),
+                 format_size(strategy->traffic.exchanged_bytes), device,
+                 short_cause(strategy->promise, worst, on_device ? 27 : 40));
+  }
+  return text;
+}
 
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
@@ -139,84 +178,6 @@ std::vector<JobPhase> phases_of(const JobPromise& job) {
   phases.push_back({"resume", part_of(job.resume, Part::resume)});
   phases.push_back({"step_resumed", part_of(job.resume, Part::step)});
   return phases;
-}
-
-void alternative_object(JsonWriter& out, const Alternative& alternative) {
-  out.begin_object().member("strategy", alternative.strategy);
-  std::optional<std::string_view> format;
-  if (alternative.state_format) format = row_of(*alternative.state_format).name;
-  out.member("staging_bytes", alternative.staging_bytes).member("state_format", format);
-  out.member("ranks_per_node", alternative.ranks_per_node)
-      .member("peak_bytes", alternative.peak_bytes);
-  out.member("flags", alternative.flags).end_object();
-}
-
-std::string job_shortfall(const PlanReport& report) {
-  const JobPromise& job = report.requested().job.value();
-  const uint64_t needed = std::max(job.save.node_peak_bytes(worst_node(job.save)),
-                                   job.resume.node_peak_bytes(worst_node(job.resume)));
-  return fmt::format("the save, or a resume by the same number of ranks, needs {}, {} too little",
-                     format_size(needed), format_size(needed - report.budget->bytes));
-}
-
-namespace {
-
-uint64_t shortfall_of(const Error& refusal) { return refusal.facts().shortfall_bytes.value_or(0); }
-
-// The verdict if the requested run fits the budget: other holders of the node may not.
-std::string wider_verdict(const PlanReport& report) {
-  const bool has_forecast = report.deepspeed && !report.deepspeed->lines.empty();
-  const std::string_view run = report.job_fits ? "load and steps" : "the load";
-  if (report.wider_refusal) {
-    const uint64_t over = shortfall_of(*report.wider_refusal);
-    return fmt::format("does not fit, {} too little: {} {}; {} alone would fit\n",
-                       format_size(over),
-                       report.node_fits.value_or(true) ? "DeepSpeed needs" : "all need",
-                       format_size(report.budget->bytes + over), run);
-  }
-  if (!report.job_fits.value_or(true)) return "load and steps fit\n";
-  if (!has_forecast) return "fits\n";
-  const DeepSpeedForecast& forecast = *report.deepspeed;
-  return fmt::format("fits, DeepSpeed needs {}\n",
-                     format_size(forecast.on_node(forecast.peak_bytes())));
-}
-
-}  // namespace
-
-std::string verdict_text(const PlanReport& report) {
-  std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
-                                 report.budget->source);
-  const std::string of_job = report.job_fits.value_or(true) ? "" : job_shortfall(report) + "\n";
-  if (!report.refusal) return text + wider_verdict(report) + of_job;
-  text += fmt::format("does not fit, {} too little", format_size(shortfall_of(*report.refusal)));
-  const bool is_deepspeed_over = !report.deepspeed_fits.value_or(true);
-  if (is_deepspeed_over) {
-    const DeepSpeedForecast& forecast = *report.deepspeed;
-    const uint64_t needed = forecast.on_node(forecast.peak_bytes());
-    text += fmt::format(" for the load and {} for DeepSpeed",
-                        format_size(needed - report.budget->bytes));
-  }
-  text += "\n" + of_job;
-  for (const Alternative& alternative : report.alternatives) {
-    const auto nodes = ceil_div(report.ranks, alternative.ranks_per_node);
-    text += fmt::format("{}would fit: {} ({} node(s), peak {})\n",
-                        is_deepspeed_over ? "the load alone " : "", alternative.flags, nodes,
-                        format_size(alternative.peak_bytes));
-  }
-  if (!report.alternatives.empty()) return text;
-  return text + "no other strategy, staging, state format or ranks per node fits either\n";
-}
-
-std::string baseline_clause(const PlanReport& report) {
-  const Promise& promise = report.requested().promise;
-  const int node = worst_node(promise);
-  const auto ranks = std::count(promise.node_of_rank.begin(), promise.node_of_rank.end(),
-                                static_cast<uint32_t>(node));
-  return fmt::format(
-      "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
-      "{:.1f} GiB more per node",
-      format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib,
-      kTorchLeastGib * static_cast<double>(ranks), kTorchMostGib * static_cast<double>(ranks));
 }
 
 const StrategyReport& PlanReport::requested() const {
@@ -242,7 +203,9 @@ std::string plan_json(const PlanReport& report) {
   checkpoint_members(out, report.checkpoint);
   out.member("ranks", report.ranks).member("strategy", report.strategy);
   out.key("strategies").begin_array();
-  for (const StrategyReport& strategy : report.strategies) strategy_object(out, strategy);
+  for (const StrategyReport& strategy : report.strategies) {
+    strategy_object(out, strategy, report.device_bytes);
+  }
   out.end_array();
   budget_member(out, report.budget);
   out.member("fits", report.fits);
@@ -257,33 +220,23 @@ std::string plan_json(const PlanReport& report) {
   return out.end_object().text();
 }
 
-std::string plan_text(const PlanReport& report) {
-  const std::optional<HubModel>& hub = report.checkpoint.hub;
-  std::string text = hub ? name_of(*hub) + "\n" : "";
-  text += fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
-                      format_size(report.checkpoint.bytes), report.checkpoint.tensors,
-                      report.checkpoint.files, report.ranks);
-  text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", "strategy", "node peak",
-                      "largest rank", "storage", "x needed", "exchanged", "at the peak");
-  for (const StrategyReport& strategy : report.strategies) {
-    const int worst = worst_node(strategy.promise);
-    uint64_t largest = 0;
-    for (int rank = 0; rank < strategy.promise.ranks(); ++rank) {
-      largest = std::max(largest, strategy.promise.rank_peak_bytes(rank));
-    }
-    text += fmt::format("{:<17} {:>12} {:>12} {:>12} {:>9} {:>12}  {}\n", strategy.strategy,
-                        format_size(strategy.promise.node_peak_bytes(worst)), format_size(largest),
-                        format_size(strategy.traffic.storage_read_bytes),
-                        fmt::format("{:.3f}", strategy.overread_ratio()),
-                        format_size(strategy.traffic.exchanged_bytes),
-                        short_cause(strategy.promise, worst));
+std::string plan_text(const PlanReport& report, bool compares) {
+  const CheckpointFacts& checkpoint = report.checkpoint;
+  std::string text = past_text(report);
+  for (const std::string& answer : answers(report)) text += wrapped(answer);
+  if (!report.baseline.is_given) text += wrapped(baseline_clause(report));
+  text += fmt::format(
+      "\n{}{} in {}, {}; {}\n", checkpoint.hub ? name_of(*checkpoint.hub) + ": " : "",
+      format_size(checkpoint.bytes), counted(checkpoint.tensors, "tensor"),
+      counted(checkpoint.files, "file"), counted(static_cast<uint64_t>(report.ranks), "rank"));
+  if (!report.optimizer.empty()) text += wrapped(report.optimizer);
+  if (compares || !has_only_forecast(report)) {
+    const auto strategies = shown_strategies(report, compares);
+    text += "\n" + strategies_text(report, strategies) + job_text(strategies);
   }
-  text += job_text(report);
-  if (report.budget && report.fits) text += verdict_text(report);
-  if (!report.baseline.is_given) text += baseline_clause(report) + "\n";
-  text += timeline_text(report) + past_text(report);
+  text += timeline_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
-  return text + warnings_text(report.checkpoint.warnings);
+  return text + warnings_text(checkpoint.warnings);
 }
 
 std::string digest_text(uint64_t digest) { return fmt::format("{:016x}", digest); }

@@ -113,8 +113,12 @@ struct Alternative {
   uint64_t staging_bytes = 0;
   std::optional<StateFormat> state_format;  // none: no optimizer
   int ranks_per_node = 0;
-  uint64_t peak_bytes = 0;  // of the fullest node
-  std::string flags;        // only those that change: "--strategy node-reader"
+  uint64_t peak_bytes = 0;     // of the fullest node
+  std::optional<DType> dtype;  // of --dtype, if it changes
+  bool is_lossless = true;     // see `note`
+  // What another dtype or state format keeps, loses and changes. Empty: neither changes.
+  std::string note;
+  std::string flags;  // only those that change: "--strategy node-reader"
 };
 
 // What a rank process is assumed to hold before the load.
@@ -135,11 +139,13 @@ struct PlanReport {
   std::optional<bool> fits, job_fits, node_fits, deepspeed_fits;
   std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
   std::optional<Error> wider_refusal;     // BUDGET, if all holders or DeepSpeed don't fit
-  std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
+  std::vector<Alternative> alternatives;  // runs that would fit, the cheapest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
   Baseline baseline;
-  std::vector<PageFact> inputs;  // the run's, in words, for the page
+  std::vector<PageFact> inputs;        // the run's, in words, for the page
+  std::string optimizer;               // in words; empty: none
+  std::vector<uint64_t> device_bytes;  // of parameters, by rank; empty: they are on the host
 
   const StrategyReport& requested() const;  // of `strategy`
 };
@@ -152,7 +158,9 @@ std::optional<Error> refusal_of_deepspeed(const PlanReport& report);
 // report.budget and timelines.
 std::optional<Error> refusal_of_timelines(const PlanReport& report);
 std::string plan_json(const PlanReport& report);
-std::string plan_text(const PlanReport& report);
+// Begins with the answer: whether the run fits, and the cheapest changes after which it does.
+// `compares`: with all strategies; otherwise only the requested one.
+std::string plan_text(const PlanReport& report, bool compares);
 // How a page was made.
 struct PageOrigin {
   std::string command;

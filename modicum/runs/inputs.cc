@@ -4,6 +4,7 @@
 #include <set>
 
 #include "modicum/runs/runs.h"
+#include "modicum/runs/state_change.h"
 
 namespace modicum {
 namespace {
@@ -60,16 +61,18 @@ std::string layout_text(const RunFlags& flags) {
 std::vector<PageFact> inputs_of(const RunFlags& flags, const PlanFlags& of_plan, const Run& run) {
   std::vector<PageFact> facts = {{"Model", model_text(flags, run.checkpoint)},
                                  {"Dtype", dtype_text(flags, run.checkpoint.manifest)},
-                                 {"Optimizer", flags.optimizer},
+                                 {"Optimizer", optimizer_text(run)},
                                  {"Ranks", ranks_text(flags)},
                                  {"Strategy", flags.strategy},
                                  {"Layout", layout_text(flags)}};
   const DeepSpeedFlags& deepspeed = of_plan.deepspeed;
   if (deepspeed.config.empty()) return facts;
   facts.push_back(
-      {"DeepSpeed", fmt::format("{}, {}{} data-loader worker(s) per rank",
-                                printable(base_name(deepspeed.config)), deepspeed.workers,
-                                deepspeed.persistent_workers ? " persistent" : "")});
+      {"DeepSpeed",
+       fmt::format("{}, {} per rank", printable(base_name(deepspeed.config)),
+                   counted(static_cast<uint64_t>(deepspeed.workers),
+                           deepspeed.persistent_workers ? "persistent data-loader worker"
+                                                        : "data-loader worker"))});
   return facts;
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "modicum/probe/probe.h"
+#include "modicum/runs/state_change.h"
 
 namespace modicum {
 
@@ -76,9 +77,9 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
 void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
   if (recipe.unused.empty()) return;
   const std::string& first = checkpoint.manifest.tensors[recipe.unused.front()].spec.fqn;
-  checkpoint.warnings.push_back(
-      fmt::format("the recipe leaves {} stored tensor(s) unused; the first is {}",
-                  recipe.unused.size(), printable(first)));
+  checkpoint.warnings.push_back(fmt::format("the recipe leaves {} unused; the first is {}",
+                                            counted(recipe.unused.size(), "stored tensor"),
+                                            printable(first)));
 }
 
 Recipe recipe_of(const RunFlags& flags, const Checkpoint& checkpoint,
@@ -108,12 +109,11 @@ void require_sense(const RunFlags& flags) {
 }
 
 PlanOptions options_of(const RunFlags& flags) {
+  const bool keeps = index_named("destination", flags.destination, {"cpu", "discard"}) == 0;
   PlanOptions options{
       .strategy = &strategy_named(flags.strategy),
       .ranks_per_node = flags.ranks_per_node.value_or(0),
-      .destination = index_named("destination", flags.destination, {"cpu", "discard"}) == 0
-                         ? Destination::cpu
-                         : Destination::copy};
+      .destination = keeps && !flags.on_device ? Destination::cpu : Destination::copy};
   options.staging_bytes = flags.staging.empty() ? kDefaultStagingBytes : parse_size(flags.staging);
   if (!flags.baseline.empty()) options.baseline_bytes = parse_size(flags.baseline);
   options.threads = threads_per_rank(flags.threads, flags.ranks);
@@ -154,9 +154,9 @@ ParsedFlags parsed_flags(const RunFlags& flags) {
   if (!optimizer && !flags.frozen.empty()) {
     fail(Category::usage, "--frozen needs --optimizer adamw:FORMAT");
   }
-  if (optimizer && options.destination != Destination::cpu) {
+  if (optimizer && options.destination != Destination::cpu && !flags.on_device) {
     fail(Category::unsupported, "--optimizer needs the loaded parameters in host memory",
-         {.expected = "--destination cpu", .got = "--destination discard"});
+         {.expected = "--destination cpu, or plan --device", .got = "--destination discard"});
   }
   return {dtype, std::move(options), optimizer, std::move(frozen)};
 }
@@ -173,8 +173,8 @@ void warn_of_kept(const Recipe& recipe, Checkpoint& checkpoint, const std::strin
     if (count++ == 0) first = &spec;
   }
   if (count == 0) return;
-  checkpoint.warnings.push_back(fmt::format("{} tensor(s) stay as stored: {}; the first is {} ({})",
-                                            count, text, printable(first->fqn),
+  checkpoint.warnings.push_back(fmt::format("kept as stored: {} ({}); the first is {} ({})",
+                                            counted(count, "tensor"), text, printable(first->fqn),
                                             torch_name(first->dtype)));
 }
 
@@ -229,18 +229,25 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
           .checkpoint = std::move(checkpoint),
           .options = parsed.options,
           .optimizer = parsed.optimizer,
-          .staging_given = !flags.staging.empty()};
+          .staging_given = !flags.staging.empty(),
+          .on_device = flags.on_device};
   run.recipe = recipe_of(flags, run.checkpoint, parsed.dtype, std::move(recipe));
   parsed.frozen.mark(run.recipe);
   warn_of_unused(run.recipe, run.checkpoint);
   warn_of_kept(parsed, run.recipe, run.checkpoint);
   warn_of_whole_masters(parsed, run.recipe, run.checkpoint);
   run.layout = asked_layout(flags, targets_of(run.recipe));
-  if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
+  if (run.optimizer) run.options.after = {step_phase_of(run, *run.optimizer)};
   return run;
 }
 
 }  // namespace
+
+Phase step_phase_of(const Run& run, StateFormat format) {
+  std::optional<int> device_threads;
+  if (run.on_device) device_threads = run.options.threads;
+  return step_phase(run.recipe, run.layout, format, device_threads);
+}
 
 Run open_run(FileSystem& files, const RunFlags& flags, Content content) {
   const ParsedFlags parsed = parsed_flags(flags);
@@ -282,6 +289,20 @@ void require_sense(const DeepSpeedFlags& deepspeed) {
   }
 }
 
+// The bytes of parameters that each rank has on its device, padding included.
+std::vector<uint64_t> device_bytes_of(const Run& run) {
+  const Plan plan = plan_run(run, *run.options.strategy, std::nullopt);
+  std::vector<uint64_t> bytes_of(static_cast<size_t>(plan.ranks()));
+  for_each_replica_group(plan.layout, [&](std::span<const int> ranks) {
+    uint64_t bytes = 0;
+    for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+      bytes += buffer_of(plan, b, ranks.front()).bytes();
+    }
+    for (const int rank : ranks) bytes_of[static_cast<size_t>(rank)] = bytes;
+  });
+  return bytes_of;
+}
+
 // The budget of --budget, else the limit of the earlier run of --from. With --from, a budget is
 // required.
 std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& more,
@@ -313,7 +334,9 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
                     .strategy = run.options.strategy->name,
                     .past = past,
                     .baseline = {run.options.baseline_bytes, !flags.baseline.empty()},
-                    .inputs = inputs_of(flags, of_plan, run)};
+                    .inputs = inputs_of(flags, of_plan, run),
+                    .optimizer = run.optimizer ? optimizer_text(run) : ""};
+  if (run.on_device) report.device_bytes = device_bytes_of(run);
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
     const DeepSpeedConfig config = naming_file(base_name(deepspeed.config), [&] {
@@ -342,7 +365,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   }
   for (StrategyReport& strategy_report : report.strategies)
     strategy_report.needed_bytes = needed_bytes;
-  if (report.refusal) report.alternatives = would_fit(run, *report.budget);
+  if (report.refusal) report.alternatives = would_fit(flags, run, *report.budget);
   if (report.budget && report.deepspeed) {
     report.wider_refusal = refusal_of_deepspeed(report);
     report.deepspeed_fits = !report.wider_refusal;

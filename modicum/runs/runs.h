@@ -53,6 +53,7 @@ struct RunFlags {
   std::string frozen;              // a regular expression: parameters that the optimizer leaves out
   std::vector<std::string> without_state;  // FQNs of more frozen parameters (from a saved state)
   std::string destination = "cpu";         // or "discard"
+  bool on_device = false;                  // parameters on devices, the optimizer's state on hosts
   std::string staging;                     // a size; "": kDefaultStagingBytes
   std::string baseline;                    // a size; "": kBaselineBytes
   int threads = 0;                         // of each rank; 0: threads_per_rank
@@ -70,7 +71,10 @@ struct Run {
   PlanOptions options;
   std::optional<StateFormat> optimizer;  // the plan then has a phase `step` for its state
   bool staging_given = false;            // by the user; such staging is not shrunk to fit a budget
+  bool on_device = false;                // RunFlags::on_device
 };
+// The phase `step` of a plan of `run` with this state format.
+Phase step_phase_of(const Run& run, StateFormat format);
 // Throws USAGE for invalid or contradicting flags before it opens a file. Then throws the errors of
 // open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
 // UNSUPPORTED if the recipe does not fit the checkpoint.

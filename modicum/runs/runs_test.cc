@@ -114,10 +114,141 @@ TEST(Runs, TheInputsOfAPlanAreInWords) {
   EXPECT_EQ(text,
             "Model: model (tiny), 193 parameters\n"
             "Dtype: float32; stored as bfloat16\n"
-            "Optimizer: adamw:fp32\n"
+            "Optimizer: adamw:fp32 over float32 parameters, as torch's AdamW over fp32 parameters: "
+            "16 bytes per parameter\n"
             "Ranks: 6 on 2 nodes, 4 per node\n"
             "Strategy: own-shard\n"
             "Layout: hsdp, mesh 2x3\n");
+}
+
+TEST(Runs, TheStateOfAnOptimizerIsInWords) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  const auto words = [&](const std::string& dtype, const std::string& format, bool on_device) {
+    RunFlags flags{.directory = "/model", .dtype = dtype, .optimizer = "adamw:" + format};
+    flags.on_device = on_device;
+    return report_of(files, flags, "").optimizer;
+  };
+  EXPECT_EQ(
+      words("float32", "bf16-moments", false),
+      "adamw:bf16-moments over float32 parameters, as torch's AdamW over fp32 parameters, but "
+      "with bf16 moments: 12 bytes per parameter");
+  EXPECT_EQ(words("", "fp32", false),
+            "adamw:fp32 over bfloat16 parameters, with separate fp32 masters, fp32 gradients and "
+            "fp32 moments: 18 bytes per parameter");
+  EXPECT_EQ(words("", "int8-moments-24", true),
+            "adamw:int8-moments-24 over bfloat16 parameters, as upper half of 24-bit masters, with "
+            "bf16 gradients and 8-bit moments: 7.0625 bytes per parameter on the host");
+  EXPECT_EQ(report_of(files, {.directory = "/model"}, "").optimizer, "");
+}
+
+// A checkpoint of one tensor, of 4 Mi elements.
+class Alternatives : public testing::Test {
+ protected:
+  void store(DType dtype) {
+    files.make_directory("/model");
+    const std::vector<TensorSpec> tensors = {{.fqn = "w", .dtype = dtype, .shape = {4096, 1024}}};
+    SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  }
+  static RunFlags flags_of(const std::string& dtype, const std::string& optimizer) {
+    return {.directory = "/model",
+            .ranks = 2,
+            .dtype = dtype,
+            .optimizer = optimizer,
+            .staging = "1MiB"};
+  }
+  // What makes a run with `asked` fit the budget that a run with `smaller` needs.
+  std::vector<Alternative> found(const RunFlags& asked, const RunFlags& smaller) {
+    const uint64_t peak = report_of(files, smaller, "").requested().promise.node_peak_bytes(0);
+    return report_of(files, asked, std::to_string(peak)).alternatives;
+  }
+
+  MemoryFileSystem files;
+};
+
+// Must fail if another dtype is not tried, or a lossy format comes before one that loses nothing,
+// or a second node before a format.
+TEST_F(Alternatives, AnotherDTypeKeepsMasterAndMoments) {
+  store(DType::bf16);
+  const RunFlags asked = flags_of("float32", "adamw:fp32");
+  const auto all = found(asked, flags_of("", "adamw:fp32-split"));
+  ASSERT_EQ(all.size(), 2U);
+  EXPECT_EQ(all[0].flags, "--dtype bfloat16 --optimizer adamw:fp32-split");
+  EXPECT_TRUE(all[0].is_lossless);
+  EXPECT_EQ(all[0].dtype, DType::bf16);
+  EXPECT_EQ(all[0].note,
+            "14 bytes per parameter; same 32-bit master and moments; forward as with bf16 mixed "
+            "precision; gradients arrive as bf16");
+  EXPECT_EQ(all[1].flags, "--ranks-per-node 1");
+  EXPECT_EQ(all[1].note, "");
+}
+
+TEST_F(Alternatives, TheLeastLossComesBeforeASecondNode) {
+  store(DType::bf16);
+  const RunFlags asked = flags_of("float32", "adamw:fp32");
+  const auto all = found(asked, flags_of("", "adamw:int8-moments"));
+  ASSERT_EQ(all.size(), 2U);
+  EXPECT_EQ(all[0].flags, "--dtype bfloat16 --optimizer adamw:int8-moments");
+  EXPECT_FALSE(all[0].is_lossless);
+  EXPECT_EQ(all[0].note,
+            "8.0625 bytes per parameter; lossy: 8-bit moments; same 32-bit master; forward as with "
+            "bf16 mixed precision; gradients arrive as bf16");
+  EXPECT_EQ(all[1].ranks_per_node, 1);
+  EXPECT_TRUE(all[1].is_lossless);
+  const auto least = found(asked, flags_of("", "adamw:int8-moments-24"));
+  ASSERT_FALSE(least.empty());
+  EXPECT_EQ(least[0].note,
+            "7.0625 bytes per parameter; lossy: 8-bit moments; 24-bit master; forward as with bf16 "
+            "mixed precision; gradients arrive as bf16");
+}
+
+TEST_F(Alternatives, ASplitMasterKeepsAllButTheGradients) {
+  store(DType::bf16);
+  const auto all = found(flags_of("", "adamw:fp32"), flags_of("", "adamw:fp32-split"));
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all[0].flags, "--optimizer adamw:fp32-split");
+  EXPECT_EQ(all[0].dtype, std::nullopt);
+  EXPECT_EQ(all[0].note,
+            "14 bytes per parameter; same 32-bit master and moments; gradients are kept as bf16");
+}
+
+// Must fail if a change of dtype is said to lose nothing although it rounds the weights.
+TEST_F(Alternatives, RoundedWeightsAreALoss) {
+  store(DType::f32);
+  const auto all =
+      found(flags_of("", "adamw:int8-moments"), flags_of("bf16", "adamw:int8-moments"));
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all[0].flags, "--dtype bfloat16");
+  EXPECT_FALSE(all[0].is_lossless);
+  EXPECT_EQ(all[0].note,
+            "8.0625 bytes per parameter; lossy: float32 as stored is rounded to bf16; same 32-bit "
+            "master and moments; forward as with bf16 mixed precision; gradients arrive as bf16");
+  const auto loaded = found(flags_of("", "none"), flags_of("bf16", "none"));
+  ASSERT_FALSE(loaded.empty());
+  EXPECT_EQ(loaded[0].note,
+            "lossy: the loaded weights have 16 bits, with no 32-bit master; float32 is rounded to "
+            "bf16");
+}
+
+// Must fail if the host still holds the parameters, or no master of its own.
+TEST_F(Alternatives, OfADeviceAreAboutTheHost) {
+  store(DType::bf16);
+  RunFlags flags = flags_of("", "adamw:fp32-split");
+  flags.threads = 3;
+  const Promise on_host = report_of(files, flags, "").requested().promise;
+  flags.on_device = true;
+  const PlanReport report = report_of(files, flags, "");
+  EXPECT_EQ(report.device_bytes, (std::vector<uint64_t>{4 * kMiB, 4 * kMiB}));
+  const Footprint host = report.requested().promise.phases.back().of_rank[0];
+  EXPECT_EQ(host[Purpose::shards], 0U);
+  EXPECT_EQ(host[Purpose::staging], 3U * 4 * kRingSlotBytes);
+  EXPECT_EQ(host[Purpose::moments], on_host.phases.back().of_rank[0][Purpose::moments]);
+  // 4 bytes per parameter, and not only the lower halves.
+  EXPECT_GE(host[Purpose::master], 8 * kMiB);
+  EXPECT_LT(on_host.phases.back().of_rank[0][Purpose::master], 5 * kMiB);
+  flags.on_device = false;
+  flags.destination = "discard";
+  EXPECT_EQ(failure(files, flags), Category::unsupported);
 }
 
 // Must fail if the format is accepted with the figures of int8-moments and without a word.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -121,30 +122,52 @@ std::vector<int64_t> trained_sizes(const Recipe& recipe) {
   return sizes;
 }
 
-Footprint training_footprint(std::span<const AdamWCount> states) {
+namespace {
+
+Footprint footprint_of(std::span<const AdamWCount> states) {
   Footprint footprint;
   for (const AdamWCount& state : states) {
     footprint += state.footprint();
     footprint[Purpose::plan] += state.held_bytes();
   }
+  return footprint;
+}
+
+}  // namespace
+
+Footprint training_footprint(std::span<const AdamWCount> states) {
+  Footprint footprint = footprint_of(states);
   footprint[Purpose::staging] += kGradientStagingBytes;
   return footprint;
 }
 
-Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
-  const auto footprint_of = [&](int rank) {
+Footprint device_training_footprint(std::span<const AdamWCount> states, int threads) {
+  Footprint footprint = footprint_of(states);
+  const auto used = std::count_if(states.begin(), states.end(), [](const AdamWCount& state) {
+    return state.footprint().total() > 0;
+  });
+  footprint[Purpose::staging] += static_cast<uint64_t>(used) * static_cast<uint64_t>(threads) *
+                                 kDeviceSlotsPerThread * kRingSlotBytes;
+  return footprint;
+}
+
+Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format,
+                 std::optional<int> device_threads) {
+  const auto footprint_on = [&](int rank) {
     std::vector<AdamWCount> states;
     for (const StateFormatRow& row : all_state_formats()) {
       states.emplace_back(row.format, std::vector{AdamOptions{}});
     }
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
-      states[static_cast<size_t>(shard.format)].add(shard.shard, !shard.is_master());
+      states[static_cast<size_t>(shard.format)].add(shard.shard,
+                                                    device_threads || !shard.is_master());
     });
-    return training_footprint(states);
+    return device_threads ? device_training_footprint(states, *device_threads)
+                          : training_footprint(states);
   };
   Phase phase{"step", std::vector<Footprint>(static_cast<size_t>(layout.world_size()))};
   for_each_replica_group(layout, [&](std::span<const int> ranks) {
-    const Footprint footprint = footprint_of(ranks.front());
+    const Footprint footprint = footprint_on(ranks.front());
     for (const int rank : ranks) phase.of_rank[static_cast<size_t>(rank)] = footprint;
   });
   return phase;

@@ -22,6 +22,9 @@ std::optional<StateFormat> optimizer_flag(const std::string& flag);
 
 // A rank's staging for synthetic gradients and for casting masters. Its pages are committed.
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
+// Of AdamW in Python for parameters on a device: slots of kRingSlotBytes (SLOTS in
+// modicum/python/modicum/torch/optim/lanes.py).
+constexpr uint64_t kDeviceSlotsPerThread = 4;
 
 // A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) that are
 // neither buffers nor frozen; an alias is trained as its target.
@@ -69,7 +72,12 @@ std::vector<int64_t> trained_sizes(const Recipe& recipe);
 // The memory that training adds to a rank's shards: optimizer states, their tables (purpose `plan`)
 // and the staging of gradients. A step allocates nothing more.
 Footprint training_footprint(std::span<const AdamWCount> states);
-// training_footprint of each rank, as phase `step` of a plan.
-Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format);
+// The memory of AdamW's state if the parameters are on a device: the states hold all masters, and
+// each state has staging for `threads`.
+Footprint device_training_footprint(std::span<const AdamWCount> states, int threads);
+// training_footprint of each rank, as phase `step` of a plan. `device_threads`: set if the
+// parameters are on devices; then device_training_footprint with this number of threads.
+Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format,
+                 std::optional<int> device_threads = std::nullopt);
 
 }  // namespace modicum

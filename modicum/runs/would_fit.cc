@@ -3,11 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <climits>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "modicum/runs/runs.h"
+#include "modicum/runs/state_change.h"
 
 namespace modicum {
 namespace {
@@ -16,16 +17,36 @@ namespace {
 struct Change {
   bool staging = false;  // less, down to kMinStagingBytes
   const Strategy* strategy = nullptr;
+  bool dtype = false;  // the run of kNarrowDType
   std::optional<StateFormat> format;
   bool nodes = false;  // fewer ranks per node
+  StateChange state;   // by `dtype` and `format`
 
   int count() const noexcept {
-    return int{staging} + int{strategy != nullptr} + int{format.has_value()} + int{nodes};
+    return int{staging} + int{strategy != nullptr} + int{dtype} + int{format.has_value()} +
+           int{nodes};
   }
+  // Changes of a lower rank are preferred.
+  auto rank() const noexcept { return std::tuple(nodes, state.loss, count()); }
 };
 
-// All sets of changes, the smallest first.
-std::vector<Change> changes_of(const Run& run, const Budget& budget) {
+constexpr DType kNarrowDType = DType::bf16;
+
+// `run` with --dtype bfloat16; nullopt if no target would be narrower.
+std::optional<Run> narrower_run(const RunFlags& flags, const Run& run) {
+  const auto narrows = [&run](const Target& target) {
+    const DType dtype = target.spec.dtype;
+    return dtype == DType::f32 || (run.optimizer && dtype == DType::f16);
+  };
+  const std::vector<Target>& targets = run.recipe.targets;
+  if (std::none_of(targets.begin(), targets.end(), narrows)) return std::nullopt;
+  RunFlags narrow = flags;
+  narrow.dtype = torch_name(kNarrowDType);
+  return open_run(*run.files, narrow, Content::headers);
+}
+
+// All sets of changes, the preferred ones first. `narrow`: may be nullptr.
+std::vector<Change> changes_of(const Run& run, const Run* narrow, const Budget& budget) {
   std::vector<const Strategy*> others = {nullptr};
   for (const Strategy& strategy : strategies()) {
     if (&strategy != run.options.strategy) others.push_back(&strategy);
@@ -35,24 +56,33 @@ std::vector<Change> changes_of(const Run& run, const Budget& budget) {
     if (run.optimizer && row.format != *run.optimizer) formats.emplace_back(row.format);
   }
   std::vector<Change> changes;
-  for (const bool nodes : {false, true}) {
-    if (nodes && budget.is_shared) continue;  // all nodes share this machine
+  for (const bool is_cast : {false, true}) {
+    if (is_cast && narrow == nullptr) continue;
     for (const auto& format : formats) {
+      const auto state = state_change(run, is_cast ? *narrow : run, format);
+      if (!state) continue;
       for (const Strategy* strategy : others) {
         for (const bool staging : {false, true}) {
-          changes.push_back({staging, strategy, format, nodes});
+          changes.push_back({staging, strategy, is_cast, format, false, *state});
         }
       }
     }
   }
+  if (!budget.is_shared) {  // otherwise all nodes share this machine
+    std::vector<Change> with_nodes = changes;
+    for (Change& change : with_nodes) change.nodes = true;
+    changes.insert(changes.end(), with_nodes.begin(), with_nodes.end());
+  }
   std::stable_sort(changes.begin(), changes.end(),
-                   [](const Change& a, const Change& b) { return a.count() < b.count(); });
+                   [](const Change& a, const Change& b) { return a.rank() < b.rank(); });
   return changes;
 }
 
 class Search {
  public:
-  Search(const Run& run, const Budget& budget) : run_(run), budget_(budget) {}
+  // `narrow`: the run of kNarrowDType; nullptr if no change has it.
+  Search(const Run& run, const Run* narrow, const Budget& budget)
+      : run_(run), narrow_(narrow), budget_(budget) {}
 
   std::optional<Alternative> try_change(const Change& change) {
     const int asked = per_node(run_.options.ranks_per_node);
@@ -65,7 +95,10 @@ class Search {
                       .staging_bytes = plan->options.staging_bytes,
                       .state_format = change.format ? change.format : run_.optimizer,
                       .ranks_per_node = per_node(plan->options.ranks_per_node),
-                      .peak_bytes = plan->promise.node_peak_bytes(worst_node(plan->promise))};
+                      .peak_bytes = plan->promise.node_peak_bytes(worst_node(plan->promise)),
+                      .is_lossless = change.state.loss == 0,
+                      .note = change.state.note};
+    if (change.dtype) found.dtype = kNarrowDType;
     found.flags = flags_of(change, found);
     return found;
   }
@@ -75,11 +108,12 @@ class Search {
 
   // The plan with `change` and `ranks_per_node`, if it fits.
   std::optional<Plan> plan_of(const Change& change, int ranks_per_node) {
-    PlanOptions options = run_.options;
+    const Run& run = change.dtype ? *narrow_ : run_;
+    PlanOptions options = run.options;
     options.ranks_per_node = ranks_per_node;
     if (change.strategy != nullptr) options.strategy = change.strategy;
-    if (change.format) options.after = {phase_of(*change.format)};
-    Plan plan = make_plan(run_.checkpoint.manifest, run_.recipe, run_.layout, options);
+    if (change.format) options.after = {phase_of(change)};
+    Plan plan = make_plan(run.checkpoint.manifest, run.recipe, run.layout, options);
     if (change.staging) {
       plan = shrunk_to_fit(std::move(plan), budget_, kMinStagingBytes);
     } else if (!run_.staging_given) {
@@ -106,9 +140,9 @@ class Search {
     return best;
   }
 
-  const Phase& phase_of(StateFormat format) {
-    const auto [at, is_new] = phases_.try_emplace(format);
-    if (is_new) at->second = step_phase(run_.recipe, run_.layout, format);
+  const Phase& phase_of(const Change& change) {
+    const auto [at, is_new] = phases_.try_emplace({change.dtype, *change.format});
+    if (is_new) at->second = step_phase_of(change.dtype ? *narrow_ : run_, *change.format);
     return at->second;
   }
 
@@ -119,27 +153,33 @@ class Search {
     };
     if (change.staging) add("--staging", found.staging_bytes);
     if (change.strategy != nullptr) add("--strategy", found.strategy);
+    if (change.dtype) add("--dtype", torch_name(kNarrowDType));
     if (change.format) add("--optimizer", fmt::format("adamw:{}", row_of(*change.format).name));
     if (change.nodes) add("--ranks-per-node", found.ranks_per_node);
     return flags;
   }
 
   const Run& run_;
+  const Run* const narrow_;
   const Budget& budget_;
-  std::map<StateFormat, Phase> phases_;
+  std::map<std::pair<bool, StateFormat>, Phase> phases_;  // by Change::dtype and format
 };
 
 }  // namespace
 
-std::vector<Alternative> would_fit(const Run& run, const Budget& budget) {
+std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget) {
+  const std::optional<Run> narrow = narrower_run(flags, run);
+  const Run* const narrow_run = narrow ? &*narrow : nullptr;
   std::vector<Alternative> found;
-  Search search(run, budget);
-  int changed = INT_MAX;
-  for (const Change& change : changes_of(run, budget)) {
+  Search search(run, narrow_run, budget);
+  const Change* last = nullptr;  // the last change that fits
+  for (const std::vector<Change> changes = changes_of(run, narrow_run, budget);
+       const Change& change : changes) {
     if (change.count() == 0) continue;
-    if (change.count() > changed) break;
+    const bool is_dearer = last != nullptr && change.rank() > last->rank();
+    if (is_dearer && change.nodes == last->nodes) continue;
     if (auto alternative = search.try_change(change)) {
-      changed = change.count();
+      last = &change;
       found.push_back(std::move(*alternative));
     }
   }

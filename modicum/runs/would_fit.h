@@ -9,10 +9,13 @@
 namespace modicum {
 
 struct Run;
+struct RunFlags;
 
-// For a `run` that does not fit `budget`: all runs that fit with the fewest changes among staging,
-// strategy, state format and ranks per node. Staging and ranks per node change only as far as
-// needed. The function has planned each of these runs. Empty if no run fits.
-std::vector<Alternative> would_fit(const Run& run, const Budget& budget);
+// For a `run` of `flags` that does not fit `budget`: runs that fit with other staging, strategy,
+// dtype, state format or ranks per node. First the cheapest ones on the same nodes: those that lose
+// no precision or, if none fits, those that lose least; then those with fewer ranks per node, again
+// by what they lose. Of equal loss, only those with the fewest changes. Staging and ranks per node
+// change only as far as needed. The function has planned each of these runs. Empty if no run fits.
+std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget);
 
 }  // namespace modicum

@@ -42,6 +42,16 @@ StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
   return asked == StateFormat::bf16_moments ? StateFormat::bf16_moments_fp32 : StateFormat::fp32;
 }
 
+double bytes_per_parameter(DType dtype, const StateFormatRow& row, bool on_device) {
+  const bool is_master = !on_device && dtype == row.master;
+  const int bits = (on_device ? 0 : bits_per_element(dtype)) +
+                   (is_master ? 0 : bits_per_element(row.master)) +
+                   (row.is_split() ? bits_per_element(row.master_low) : 0) +
+                   bits_per_element(row.grad) + 2 * bits_per_element(row.moment);
+  constexpr double kScalesBytes = 2.0 * sizeof(float) / kScaleBlock;
+  return bits / 8.0 + (row.has_scales() ? kScalesBytes : 0);
+}
+
 int64_t moment_row(std::span<const int64_t> shape) noexcept {
   int64_t numel = 1;
   for (const int64_t size : shape) numel *= size;

@@ -70,6 +70,9 @@ struct StateFormatRow {
 
   bool is_split() const noexcept { return master == DType::bf16; }
   bool has_scales() const noexcept { return moment == DType::i8; }
+  int master_bits() const noexcept {
+    return bits_per_element(master) + (is_split() ? bits_per_element(master_low) : 0);
+  }
 };
 
 std::span<const StateFormatRow> all_state_formats() noexcept;
@@ -84,6 +87,13 @@ const StateFormatRow& state_format_named(std::string_view name);  // USAGE with 
 // rows for 8-bit moments (see moment_row) has fp32 moments in their place.
 StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
                             StateFormat asked) noexcept;
+
+// Bytes per parameter that training holds: the parameter itself, unless it is on a device, its
+// gradient and the optimizer's state. `row`: the format of the parameter itself (state_format_of).
+// With 8-bit moments, rows are counted as multiples of kScaleBlock.
+//
+//   f32 with fp32: 4 + 4 + 8 = 16    bf16 with fp32-split: 2 + 2 + 2 + 8 = 14
+double bytes_per_parameter(DType dtype, const StateFormatRow& row, bool on_device);
 
 // The row length for 8-bit moments, whose blocks don't cross rows: the least product of trailing
 // dims, dim 0 excluded, that is at least kScaleBlock. 0 if there is no such product (vectors, for

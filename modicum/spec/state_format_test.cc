@@ -55,6 +55,27 @@ TEST(StateFormatOf, TheMasterDependsOnTheParametersDtype) {
   }
 }
 
+TEST(BytesPerParameter, AreThoseOfTheFormats) {
+  const auto bytes = [](DType dtype, const char* asked, bool on_device = false) {
+    const StateFormat format =
+        state_format_of(dtype, Shape{4096, 512}, state_format_named(asked).format);
+    return bytes_per_parameter(dtype, row_of(format), on_device);
+  };
+  EXPECT_EQ(bytes(DType::f32, "fp32"), 16);
+  EXPECT_EQ(bytes(DType::f32, "bf16-moments"), 12);
+  EXPECT_EQ(bytes(DType::f32, "int8-moments"), 10.0625);
+  EXPECT_EQ(bytes(DType::bf16, "fp32"), 18);
+  EXPECT_EQ(bytes(DType::bf16, "fp32-split"), 14);
+  EXPECT_EQ(bytes(DType::bf16, "bf16-moments"), 10);
+  EXPECT_EQ(bytes(DType::bf16, "int8-moments"), 8.0625);
+  EXPECT_EQ(bytes(DType::bf16, "int8-moments-24"), 7.0625);
+  EXPECT_EQ(bytes(DType::f16, "fp32-split"), 18);
+  // On a device the parameter is no master, so the host holds one.
+  EXPECT_EQ(bytes(DType::f32, "fp32", true), 16);
+  EXPECT_EQ(bytes(DType::bf16, "fp32", true), 16);
+  EXPECT_EQ(bytes(DType::bf16, "fp32-split", true), 14);
+}
+
 TEST(StateFormatOf, DerivedFormatsCantBeRequested) {
   for (const StateFormatRow& row : all_state_formats().subspan(state_formats().size())) {
     EXPECT_THROW(state_format_named(row.name), Error) << row.name;

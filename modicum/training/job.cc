@@ -15,6 +15,11 @@ void require_node_flags(const RunFlags& flags, const NodeFlags& node) {
     fail(Category::usage, "--reference, --backup and --engine-tp require an optimizer",
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
+  if (flags.on_device) {
+    fail(Category::unsupported,
+         "--reference, --backup and --engine-tp count parameters in host memory",
+         {.expected = "no --device", .got = "--device"});
+  }
   if (node.engine_tp == 0 || flags.ranks % node.engine_tp == 0) return;
   std::string divisors;
   for (int n = 1; n <= flags.ranks; ++n) {
@@ -78,6 +83,10 @@ PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags&
   require_node_flags(flags, of_plan.node);
   return plan_report(files, flags, of_plan, [&](const Run& run, PlanReport& report) {
     if (!run.optimizer) return;
+    if (run.on_device) {
+      report.checkpoint.warnings.emplace_back("--device: a save and a resume are not predicted");
+      return;
+    }
     try {
       add_jobs(flags, run, report);
       if (of_plan.node.is_any()) add_timelines(run, of_plan.node, report);

@@ -17,7 +17,7 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state);
 
 // The report of the command `plan`: plan_report and, with an optimizer, the promises of the job
-// under each strategy. If the run can't be saved and resumed, a warning gives the reason.
+// under each strategy. A warning says why if the save and the resume are not promised.
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan);
 
 }  // namespace modicum

@@ -77,6 +77,8 @@ def test_wrong_flags_are_refused(modicum: Path, moe: Path) -> None:
     assert "adamw:FORMAT" in failure(modicum, 2, "plan", moe, "--reference")["expected"]
     refused = failure(modicum, 2, "plan", moe, *TRAINER, "--engine-tp", 3)
     assert (refused["expected"], refused["got"]) == ("1, 2, 4", "3")
+    refused = failure(modicum, 2, "plan", moe, *TRAINER, "--device", "--backup")
+    assert refused["category"] == "UNSUPPORTED" and refused["got"] == "--device"
 
 
 def test_the_page_has_the_timeline(modicum: Path, moe: Path, tmp_path: Path) -> None:

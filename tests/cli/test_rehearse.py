@@ -193,8 +193,9 @@ def test_plan_also_forecasts_deepspeeds_memory(modicum: Path, gpt2: Path, tmp_pa
     for budget, code in ((2 * total, 0), (2 * total - 1, 15)):
         done = run(modicum, *words, "--workers", 2, "--budget", budget)
         assert done.code == code
-        over = "does not fit, 1 B too little: DeepSpeed needs" in done.stdout
-        assert over == ("DeepSpeed needs" in done.stderr) == (code > 0)
+        verdict = done.stdout.splitlines()[0]
+        over = verdict.startswith("does not fit: ") and verdict.endswith("DeepSpeed, short by 1 B")
+        assert over == ("DeepSpeed on a node by epoch_2: budget " in done.stderr) == (code > 0)
     assert forecast["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
     assert "deepspeed" not in run_json(modicum, "plan", gpt2)
     config["zero_optimization"]["stage3_weird_cache"] = 5

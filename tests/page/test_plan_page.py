@@ -111,7 +111,7 @@ def test_deepspeed_is_drawn_with_its_verdict(
     with shown(chromium, page) as view:
         assert view.errors == view.violations() == []
         sentence = view.page.inner_text("#sentence")
-        assert "does not fit" in sentence and "DeepSpeed needs" in sentence
+        assert "does not fit" in sentence and "for DeepSpeed, short by" in sentence
         assert f"Peak {sizes(totals['epoch_2']['node_bytes'])}" in view.page.inner_text(".peak")
         facts = view.page.inner_text("#facts")
         for part in ("modicum plan", "--workers 2", "gpt2", "float32", "8 on 1 node", "fsdp2"):

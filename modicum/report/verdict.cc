@@ -1,0 +1,188 @@
+// The answer of `plan`: whether a run fits its budget, and the changes after which it does.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/report/members.h"
+
+namespace modicum {
+namespace {
+
+// Host memory of a process that has imported torch and the libraries of a training, before its load
+// (docs/guide/plan.md#baseline).
+constexpr double kTorchLeastGib = 0.3;
+constexpr double kTorchMostGib = 1.5;
+
+// One of those that must fit the budget of a node.
+struct Holder {
+  std::string_view who;
+  uint64_t bytes = 0;  // at its peak, on the fullest node
+};
+
+bool has_forecast(const PlanReport& report) {
+  return report.deepspeed && !report.deepspeed->lines.empty();
+}
+
+// The largest first.
+std::vector<Holder> holders_of(const PlanReport& report) {
+  const StrategyReport& run = report.requested();
+  std::vector<Holder> holders;
+  if (!has_only_forecast(report) || report.refusal) {
+    holders.push_back({report.optimizer.empty() ? "the load" : "load and steps",
+                       run.promise.node_peak_bytes(worst_node(run.promise))});
+  }
+  if (!run.timelines.empty()) {
+    const auto fullest = static_cast<size_t>(fullest_timeline(run));
+    holders.push_back({"all holders of the node", run.timelines[fullest].peak_bytes()});
+  }
+  if (has_forecast(report)) {
+    const DeepSpeedForecast& forecast = *report.deepspeed;
+    holders.push_back({"DeepSpeed", forecast.on_node(forecast.peak_bytes())});
+  }
+  std::stable_sort(holders.begin(), holders.end(),
+                   [](const Holder& a, const Holder& b) { return a.bytes > b.bytes; });
+  return holders;
+}
+
+uint64_t job_bytes(const JobPromise& job) {
+  return std::max(job.save.node_peak_bytes(worst_node(job.save)),
+                  job.resume.node_peak_bytes(worst_node(job.resume)));
+}
+
+// "12.00 MiB left" or "short by 1 B".
+std::string rest_text(uint64_t budget, uint64_t needed) {
+  if (needed <= budget) return format_size(budget - needed) + " left";
+  return "short by " + format_size(needed - budget);
+}
+
+std::string need_of(const PlanReport& report, const Holder& holder) {
+  std::string text = fmt::format("needs {} per node for {}", format_size(holder.bytes), holder.who);
+  const auto& job = report.requested().job;
+  if (holder.who != "load and steps" || !job) return text;
+  return text + fmt::format(", {} with a save and a resume", format_size(job_bytes(*job)));
+}
+
+std::string verdict_of(const PlanReport& report, const Holder& holder) {
+  const Budget& budget = *report.budget;
+  const bool is_over = holder.bytes > budget.bytes;
+  const std::string_view word = is_over                          ? "does not fit"
+                                : report.job_fits.value_or(true) ? "fits"
+                                                                 : "load and steps fit";
+  return fmt::format("{}: budget {} per node ({}), needed {} for {}, {}", word,
+                     format_size(budget.bytes), budget.source, format_size(holder.bytes),
+                     holder.who, rest_text(budget.bytes, holder.bytes));
+}
+
+std::string alternative_text(const PlanReport& report, const Alternative& alternative) {
+  const auto nodes = static_cast<uint64_t>(ceil_div(report.ranks, alternative.ranks_per_node));
+  const std::string where =
+      nodes == 1 ? "on 1 node" : fmt::format("on each of {}", counted(nodes, "node"));
+  // Of several holders, only the load of Modicum has been planned with the changes.
+  const std::string_view who = report.deepspeed_fits.value_or(true) ? "" : "the load alone ";
+  return fmt::format("{}would fit: {}: {} {}{}{}", who, alternative.flags,
+                     format_size(alternative.peak_bytes), where,
+                     alternative.note.empty() ? "" : "; ", alternative.note);
+}
+
+// The first of the alternatives on the same nodes, and the first with fewer ranks per node.
+std::vector<std::string> alternatives_text(const PlanReport& report) {
+  std::vector<std::string> lines;
+  int ranks_per_node = 0;
+  for (const Alternative& alternative : report.alternatives) {
+    if (alternative.ranks_per_node == ranks_per_node) continue;
+    if (lines.size() == 2) break;
+    ranks_per_node = alternative.ranks_per_node;
+    lines.push_back(alternative_text(report, alternative));
+  }
+  return lines;
+}
+
+}  // namespace
+
+bool has_only_forecast(const PlanReport& report) {
+  return has_forecast(report) && report.optimizer.empty();
+}
+
+std::string job_shortfall(const PlanReport& report) {
+  const uint64_t needed = job_bytes(report.requested().job.value());
+  return fmt::format("the save, or a resume by the same number of ranks: needed {}, {}",
+                     format_size(needed), rest_text(report.budget->bytes, needed));
+}
+
+std::vector<std::string> answers(const PlanReport& report) {
+  const std::vector<Holder> holders = holders_of(report);
+  std::vector<std::string> lines;
+  if (!report.budget) {
+    for (const Holder& holder : holders) lines.push_back(need_of(report, holder));
+    return lines;
+  }
+  lines.push_back(verdict_of(report, holders.front()));
+  for (size_t i = 1; i < holders.size(); ++i) {
+    lines.push_back(fmt::format("{}: needed {}, {}", holders[i].who, format_size(holders[i].bytes),
+                                rest_text(report.budget->bytes, holders[i].bytes)));
+  }
+  if (!report.refusal) {
+    if (!report.job_fits.value_or(true)) lines.push_back(job_shortfall(report));
+    return lines;
+  }
+  for (std::string& line : alternatives_text(report)) lines.push_back(std::move(line));
+  if (report.alternatives.empty()) {
+    lines.emplace_back(
+        "no other dtype, state format, strategy, staging or ranks per node fits either");
+  }
+  return lines;
+}
+
+std::string wrapped(std::string_view line) {
+  constexpr size_t kColumns = 120;
+  constexpr std::string_view kIndent = "           ";  // as long as "would fit: "
+  std::string text;
+  size_t columns = kColumns;
+  while (line.size() > columns) {
+    const size_t space = line.rfind(' ', columns);
+    if (space == std::string_view::npos) break;
+    text += fmt::format("{}\n{}", line.substr(0, space), kIndent);
+    line.remove_prefix(space + 1);
+    columns = kColumns - kIndent.size();
+  }
+  return text + fmt::format("{}\n", line);
+}
+
+std::string baseline_clause(const PlanReport& report) {
+  const Promise& promise = report.requested().promise;
+  const int node = worst_node(promise);
+  const auto ranks = static_cast<double>(std::count(
+      promise.node_of_rank.begin(), promise.node_of_rank.end(), static_cast<uint32_t>(node)));
+  const double least = kTorchLeastGib * ranks;
+  const double most = kTorchMostGib * ranks;
+  std::string text = fmt::format(
+      "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
+      "{:.1f} GiB more per node",
+      format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib, least, most);
+  if (!report.fits.value_or(false)) return text;
+  const double left_gib =
+      static_cast<double>(report.budget->bytes - promise.node_peak_bytes(node)) / kGiB;
+  if (left_gib < least) return text + ", which does not fit";
+  return left_gib < most ? text + ", which may not fit" : text;
+}
+
+void alternative_object(JsonWriter& out, const Alternative& alternative) {
+  out.begin_object().member("strategy", alternative.strategy);
+  std::optional<std::string_view> format, dtype;
+  if (alternative.state_format) format = row_of(*alternative.state_format).name;
+  if (alternative.dtype) dtype = torch_name(*alternative.dtype);
+  out.member("staging_bytes", alternative.staging_bytes).member("state_format", format);
+  out.member("dtype", dtype).member("ranks_per_node", alternative.ranks_per_node);
+  out.member("peak_bytes", alternative.peak_bytes);
+  const std::string& note = alternative.note;
+  std::optional<std::string> lossless, lossy;
+  if (alternative.is_lossless) {
+    lossless = !note.empty() ? note : !format ? "same weights" : "same weights, master and moments";
+  } else {
+    lossy = note;
+  }
+  out.member("lossless", lossless).member("lossy", lossy);
+  out.member("flags", alternative.flags).end_object();
+}
+
+}  // namespace modicum
