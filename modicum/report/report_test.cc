@@ -112,7 +112,7 @@ TEST(PlanReport, TextBeginsWithTheVerdict) {
   const std::string text =
       "fits: budget 1.00 GiB per node (flag), needed 120.00 MiB for the load, 904.00 MiB left\n"
       "a rank process counts 2.00 MiB (no --baseline); with torch it holds 0.3 to 1.5 GiB: 0.6 to "
-      "3.0 GiB more per node, which may not fit\n"
+      "3.0 GiB more per node, which\n           may not fit\n"
       "\n"
       "300.00 MiB in 7 tensors, 2 files; 3 ranks\n"
       "\n"
