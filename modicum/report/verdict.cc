@@ -77,8 +77,9 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
   const auto nodes = static_cast<uint64_t>(ceil_div(report.ranks, alternative.ranks_per_node));
   const std::string where =
       nodes == 1 ? "on 1 node" : fmt::format("on each of {}", counted(nodes, "node"));
-  // Of several holders, only the load of Modicum has been planned with the changes.
-  const std::string_view who = report.deepspeed_fits.value_or(true) ? "" : "the load alone ";
+  // Of several holders, only load and steps have been planned with the changes.
+  const bool is_alone = !report.deepspeed_fits.value_or(true) || !report.node_fits.value_or(true);
+  const std::string_view who = is_alone ? "the load alone " : "";
   return fmt::format("{}would fit: {}: {} {}{}{}", who, alternative.flags,
                      format_size(alternative.peak_bytes), where,
                      alternative.note.empty() ? "" : "; ", alternative.note);
