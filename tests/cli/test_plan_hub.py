@@ -7,6 +7,7 @@ local directory has and the snapshot lacks; a directory of holes that is left be
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_the_plan_is_that_of_the_local_files(
     assert remote.stdout.count(REVISION) == 1 and remote.json["revision"] == REVISION
     assert remote.stdout.replace(f'"revision":"{REVISION}",', "") == local.stdout
     files = len([*double.folder.glob("*.safetensors")])
-    assert f"modicum: headers of {files} file(s), " in remote.stderr
+    assert re.search(rf"modicum: headers of {files} files?, ", remote.stderr)
     assert len(double.paths("cdn")) == files  # one request for each header
 
 
@@ -107,7 +108,7 @@ def test_texts_are_those_of_the_local_files(
     assert "spare.safetensors" in local.stderr + local.stdout
     assert remote.stdout == ""
     remote = command(double, tmp_path, "plan", *FLAGS, NAME)
-    assert remote.stdout == f"{NAME}@{REVISION}\n{local.stdout}"
+    assert remote.stdout.replace(f"\n{NAME}@{REVISION}: ", "\n") == local.stdout != remote.stdout
     local = run(modicum, "inspect", model, "-v")
     remote = command(double, tmp_path, "inspect", "-v", NAME)
     assert remote.stdout == local.stdout.replace(str(model), f"{NAME}@{REVISION}", 1)

@@ -65,5 +65,6 @@ def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _summary(hub: Hub, snapshot: Snapshot, begin_s: float) -> str:
-    what = f"{snapshot.files} file(s), {snapshot.received_bytes / 1e6:.1f} MB"
+    files = f"{snapshot.files} file{'' if snapshot.files == 1 else 's'}"
+    what = f"{files}, {snapshot.received_bytes / 1e6:.1f} MB"
     return f"headers of {what}, from {hub.origin} in {time.monotonic() - begin_s:.1f} s"
