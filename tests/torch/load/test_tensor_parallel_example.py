@@ -1,0 +1,68 @@
+"""examples/tensor_parallel.py on a mesh of 2 x 2 ranks: it loads, trains, saves and resumes.
+
+The oracle is one process with the complete model and torch's AdamW. Catches: replicated norms that
+each rank of a "tp" group trains with the gradients of its own heads; a tie that tensor parallelism
+has cut; a resume that goes on from other values.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ranks import Ranks, example  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+STEPS = 3
+TIE = "tie_word_embeddings"
+# torch's tensor parallelism computes with even shards only.
+EVEN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+}
+
+
+def trained(directory: str, run: str, steps: int) -> list[float]:
+    """An act: the losses of the example."""
+    program = example("tensor_parallel")
+    words = [directory, "--dtype", "float32", "--run", run, "--steps", str(steps)]
+    return program.run(program.options_of(words), "cpu")
+
+
+def by_one_process(directory: str) -> tuple[list[float], Any]:
+    """(the mean loss of both batches of each step, the model after the last step)"""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        for dp in range(2):
+            generator = torch.Generator().manual_seed(1000 * step + dp)
+            tokens = torch.randint(model.config.vocab_size, (2, 32), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / 2).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [sum(losses[at : at + 2]) / 2 for at in range(0, len(losses), 2)], model
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_it_trains_as_one_process_does(four: Ranks, tmp_path: Path, tied: bool) -> None:
+    directory, run = str(tmp_path / "model"), str(tmp_path / "run")
+    four.ask("write", directory=directory, family="qwen3", config=EVEN | {TIE: tied})
+    expected, model = by_one_process(directory)
+    losses = four.ask(trained, directory=directory, run=run, steps=STEPS - 1)
+    resumed = four.ask(trained, directory=directory, run=run, steps=STEPS)
+    for before, after in zip(losses, resumed, strict=True):
+        assert before + after == pytest.approx(expected, rel=1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(f"{run}/step-{STEPS}").state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-5, msg=name)
