@@ -28,7 +28,14 @@ def test_the_command_line_page_has_every_flag(root: Path, modicum: Path) -> None
     assert (root / reference.COMMAND_PAGE).read_text() == reference.command_page(modicum), HINT
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/guide/plan.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "README.zh.md",
+        *(f"docs/guide/{n}.md" for n in ("plan", "gpus", "tensor-parallel")),
+    ],
+)
 def test_a_plan_on_a_page_equals_the_programs_output(
     root: Path, modicum: Path, tmp_path: Path, page: str
 ) -> None:
