@@ -24,7 +24,7 @@ from typing import Any
 
 PACKAGE = "modicum"
 SOURCES = ("tests/gpu/*.py", "benchmarks/*.py", "examples/*.py", "integrations/*.py")
-PAGES = ("README.md", "docs/*.md")
+PAGES = ("README.md", "docs/*.md", "docs/llms.txt", "skills/*.md")
 GENERATED = ("docs/reference/python.md",)  # of docstrings
 PATCHES = ("integrations/*.patch",)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)

@@ -18,8 +18,8 @@ FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 CODE = re.compile(r"(?:^```[^\n]*\n(.*?)^```)|`([^`\n]+)`|^ {4}(\S[^\n]*)$", re.M | re.S)
 # Paths begin with a folder of the tree: `docs/a.md`, `tests/fixtures`, `mutants/*.toml`.
 FOLDERS = (
-    "benchmarks", "cmake", "docs", "examples", "modicum", "mutants", "scripts", "tests", ".ci",
-    ".github",
+    "benchmarks", "cmake", "docs", "examples", "modicum", "mutants", "scripts", "skills", "tests",
+    ".ci", ".github",
 )  # fmt: skip
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]*[\w*]")
 PAGE_PATH = re.compile(r"(?<![\w./-])docs/[\w./-]+\.md\b")
@@ -183,7 +183,7 @@ def check_pages(root: Path, paths: list[str], trees: dict[str, ast.AST]) -> Iter
     programs = Programs(flags_of_verbs(sources, page), scripts)
     names = {one.rsplit("/", 1)[-1] for one in paths}
     for path in paths:
-        if path.endswith(".md"):
+        if path.endswith(".md") or path == "docs/llms.txt":
             text = released(path, (root / path).read_text())
             yield from check_links(root, path, text, {*paths})
             yield from check_paths(root, path, text, names)
