@@ -38,7 +38,7 @@ test: begin-venv $(STAGES:%=test-%)
 # waits until it has finished.
 begin-venv:
 	@scripts/packages.sh build python
-	@mkdir -p build; scripts/venv.sh test wheel lint > build/venv.log 2>&1 &
+	@mkdir -p build; scripts/venv.sh test wheel lint docs > build/venv.log 2>&1 &
 
 test-dev test-asan test-plain test-tsan test-asan-all test-tsan-all: test-%:
 	@scripts/packages.sh build
