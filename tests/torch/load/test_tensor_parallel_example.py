@@ -5,6 +5,7 @@ each rank of a "tp" group trains with the gradients of its own heads; a tie that
 has cut; a resume that goes on from other values.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,13 @@ def test_it_trains_as_one_process_does(four: Ranks, tmp_path: Path, tied: bool) 
     saved = AutoModelForCausalLM.from_pretrained(f"{run}/step-{STEPS}").state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_the_page_has_the_styles_of_the_example(root: Path) -> None:
+    """But for the norms, which the page explains."""
+    page = (root / "docs/guide/tensor-parallel.md").read_text()
+    found = [
+        re.findall(r'^    "([\w.*\[\]]+)": (.*),$', text, re.M)
+        for text in (page, (root / "examples/tensor_parallel.py").read_text())
+    ]
+    assert len(found[0]) == 7 and found[0] == found[1]
