@@ -79,8 +79,8 @@ enum class Content : uint8_t { values, headers };
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
                            Record record = Record::compared, Content content = Content::values);
 
-// Whether `path` is the name of a model that is not in the cache: ORG/NAME, and nothing has this
-// path.
+// Whether `path` is the name of a model of which the cache has no weights: ORG/NAME, and nothing
+// has this path. False if the cache can't be read.
 bool is_uncached_name(FileSystem& files, const std::string& path);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was

@@ -1,6 +1,7 @@
 // Models of the Hugging Face Hub: the local cache, and directories of their headers.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "modicum/checkpoint/parts.h"
@@ -31,11 +32,12 @@ std::string line_of(FileSystem& files, const std::string& path) {
   return line;
 }
 
-// CACHE/models--org--name for `org/name`.
-std::string cached_model(const std::string& name) {
-  const size_t slash = name.find('/');
-  return join_path(cache_directory(),
-                   fmt::format("models--{}--{}", name.substr(0, slash), name.substr(slash + 1)));
+bool has_weights(FileSystem& files, const std::string& directory) {
+  if (!files.is_directory(directory)) return false;
+  const std::vector<std::string> names = files.list(directory);
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    return name.ends_with(".safetensors") || is_pickle(name);
+  });
 }
 
 }  // namespace
@@ -58,7 +60,10 @@ std::string cache_directory() {
 
 std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path) {
   if (!is_hub_name(path)) return std::nullopt;
-  const std::string model = cached_model(path);
+  const size_t slash = path.find('/');
+  const std::string model =
+      join_path(cache_directory(),
+                fmt::format("models--{}--{}", path.substr(0, slash), path.substr(slash + 1)));
   const std::string reference = join_path(model, "refs/main");
   if (!files.exists(reference)) return std::nullopt;
   const std::string revision = line_of(files, reference);
@@ -66,7 +71,9 @@ std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string&
     fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
          {.file = reference});
   }
-  return CachedModel{join_path(join_path(model, "snapshots"), revision), {path, revision}};
+  const std::string directory = join_path(join_path(model, "snapshots"), revision);
+  if (!has_weights(files, directory)) return std::nullopt;
+  return CachedModel{directory, {path, revision}};
 }
 
 std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& directory) {
@@ -83,8 +90,11 @@ std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& d
 }
 
 bool is_uncached_name(FileSystem& files, const std::string& path) {
-  return is_hub_name(path) && !files.exists(path) &&
-         !files.exists(join_path(cached_model(path), "refs/main"));
+  try {
+    return is_hub_name(path) && !files.exists(path) && !cached_snapshot(files, path);
+  } catch (const Error&) {
+    return false;  // whoever opens the path gets the error
+  }
 }
 
 }  // namespace modicum

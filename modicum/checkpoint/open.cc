@@ -23,14 +23,6 @@ struct Source {
   std::optional<HubModel> hub;     // of a model in the cache
 };
 
-// R30: formats that execute code when they are read.
-bool is_pickle(std::string_view name) {
-  constexpr std::array<std::string_view, 8> kEndings = {".bin", ".pt",     ".pth",    ".ckpt",
-                                                        ".pkl", ".pickle", ".distcp", ".metadata"};
-  return std::any_of(kEndings.begin(), kEndings.end(),
-                     [name](std::string_view ending) { return name.ends_with(ending); });
-}
-
 [[noreturn]] void refuse_path(Category category, const std::string& what, const std::string& path) {
   fail(category, what, {.file = base_name(path)});
 }
@@ -201,6 +193,13 @@ void add_config(Checkpoint& checkpoint) {
 }
 
 }  // namespace
+
+bool is_pickle(std::string_view name) {
+  constexpr std::array<std::string_view, 8> kEndings = {".bin", ".pt",     ".pth",    ".ckpt",
+                                                        ".pkl", ".pickle", ".distcp", ".metadata"};
+  return std::any_of(kEndings.begin(), kEndings.end(),
+                     [name](std::string_view ending) { return name.ends_with(ending); });
+}
 
 bool is_link(FileSystem& files, const std::string& path) {
   const std::optional<DirectoryEntry> entry = files.entry(path);

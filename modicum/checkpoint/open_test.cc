@@ -190,8 +190,17 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
   EXPECT_FALSE(open_checkpoint(files, checkpoint.directory).hub);
   EXPECT_FALSE(is_uncached_name(files, "org/tiny-1.0"));
   EXPECT_TRUE(is_uncached_name(files, "org/other"));
+  for (const char* name : {"tokenizer.json", "model.safetensors.index.json"}) {  // no weights yet
+    const std::string partial = "/hub/models--org--partial";
+    files.put(partial + "/refs/main", "abc123");
+    files.put(partial + "/snapshots/abc123/" + name, "{}");
+    EXPECT_TRUE(is_uncached_name(files, "org/partial")) << name;
+    EXPECT_NE(failure(files, "org/partial")->facts().expected.find("uvx modicum plan"),
+              std::string::npos);
+  }
   EXPECT_EQ(failure(files, "org/other")->category(), Category::io);
   files.put(model + "/refs/main", "../../elsewhere");
+  EXPECT_FALSE(is_uncached_name(files, "org/tiny-1.0"));
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
   files.put(model + "/refs/main", "");
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);

@@ -46,7 +46,7 @@ struct CachedModel {
   HubModel model;
 };
 // `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main.
-// nullopt if `path` is no such name, or not in the cache.
+// nullopt if `path` is no such name, or the cache has no weights of it: perhaps a tokenizer alone.
 std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path);
 // In a directory of headers; holds `ORG/NAME@REVISION`.
 constexpr const char* kHeadersFile = ".headers-only";
@@ -73,6 +73,8 @@ std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 // it is not renamed.
 std::string remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
+// R30: whether a file of this name has a format that executes code when it is read.
+bool is_pickle(std::string_view name);
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
 
 // The name of the file that defines the checkpoint in a directory: an index, or a data file. Throws
