@@ -138,6 +138,21 @@ def test_a_cached_model_is_not_asked_for(
     assert "revision" not in command(double, tmp_path, "plan", model, "--json").json
 
 
+def test_a_model_of_which_the_cache_has_no_weights_is_asked_for(
+    double: HubDouble, model: Path, tmp_path: Path
+) -> None:
+    """As after AutoTokenizer.from_pretrained, or a download that has ended early."""
+    snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "model.safetensors.index.json"):
+        (snapshot / name).write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    assert command(double, tmp_path, "plan", NAME, "--json").json["revision"] == REVISION
+    (snapshot / "model.safetensors.index.json").unlink()
+    assert command(double, tmp_path, "inspect", NAME, "--json").json["revision"] == REVISION
+
+
 # ---- refusals
 
 

@@ -225,6 +225,13 @@ def test_a_model_of_too_many_files_is_refused(double: HubDouble, tmp_path: Path)
     assert failed(double, tmp_path, "UNSUPPORTED").got == "10001 files"
 
 
+def test_headers_that_are_too_long_together_are_refused(
+    double: HubDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MOST_BYTES", 1000)
+    assert "too long" in str(failed(double, tmp_path, "UNSUPPORTED"))
+
+
 # ---- refusals of the hub
 
 

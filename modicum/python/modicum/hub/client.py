@@ -21,6 +21,8 @@ from modicum.hub.urls import Origin, Url, parsed, proxy_of, redirected
 _MOST_REDIRECTS = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _PIECE_BYTES = 1 << 16
+MOST_BYTES = 1 << 28
+"""Of all answers to one client: a hub can't fill the disk."""
 _SLOWEST_BYTES_PER_S = 10_000
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _EMPTY_FILE = "bytes */0"
@@ -260,6 +262,9 @@ class Client:
             self.received_bytes += len(piece)
             if self._hub.stop.is_set():
                 raise Stop
+            if self.received_bytes > MOST_BYTES:
+                expected = f"at most {MOST_BYTES} bytes on a connection"
+                raise failure("UNSUPPORTED", "the model's headers are too long", expected=expected)
             if time.monotonic() > deadline and at < end:
                 cut = f"fewer than {_SLOWEST_BYTES_PER_S} bytes in a second"
         if cut:

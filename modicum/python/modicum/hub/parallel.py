@@ -43,9 +43,9 @@ def in_parallel(tasks: Sequence[Task[T]], hub: Hub, clients: Sequence[Client]) -
         expected = "a faster network, or a checkpoint on this machine"
         what = f"the headers from {hub.origin} take too long"
         raise failure("IO", what, expected=expected, got=got) from None
-    except BaseException:
-        hub.stop.set()
-        raise
+    finally:
+        if len(results) < len(tasks):
+            hub.stop.set()
     return [results[number] for number in range(len(tasks))]
 
 
