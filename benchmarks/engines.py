@@ -5,7 +5,7 @@ Workload: the FSDP engines of verl and AReaL, twinkle's two strategies, and torc
 its checkpoint manager. Each loads a made-up bf16 checkpoint with its own code into fp32 parameters
 of FSDP2, in 4 gloo ranks, and trains 3 steps. Of the configurations that the engine offers, the one
 that needs the least memory is used, both without Modicum and with it. With Modicum, verl, AReaL and
-twinkle have the patches of integrations/, and torchtitan has the block of docs/guide/which-way.md.
+twinkle have the patches of integrations/, and torchtitan has the block of docs/guide/engines.md.
 
 A peak is the largest sampled sum over all ranks of anonymous memory, shared memory and page tables.
 There are two: of the load (a run without steps, whose optimizer has no memory yet), and of a run

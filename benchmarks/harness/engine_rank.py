@@ -3,7 +3,7 @@
     engine_rank.py ENGINE DIRECTORY FOLDER [--steps=N] [--modicum]
 
 With --modicum, verl, AReaL and twinkle are expected on PYTHONPATH with Modicum's patches, and
-torchtitan gets the classes of docs/guide/which-way.md. With --steps=0 (in this form) no optimizer
+torchtitan gets the classes of docs/guide/engines.md. With --steps=0 (in this form) no optimizer
 allocates memory: torch's AdamW would allocate in its first step, and Modicum's in its constructor,
 which is then not called.
 """
@@ -67,7 +67,7 @@ def twinkle(directory: str, strategy: str) -> Step:
 def torchtitan(directory: str, folder: str, is_ours: bool) -> Step:
     import torchtitan_engine
 
-    page = ROOT / "docs/guide/which-way.md"
+    page = ROOT / "docs/guide/engines.md"
     classes = torchtitan_engine.block_of(page) if is_ours else torchtitan_engine.own()
     made = torchtitan_engine.Trainer(directory, folder, classes)
     if not made.manager.load():

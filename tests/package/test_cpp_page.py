@@ -1,6 +1,6 @@
 """A project of another name adds this repository as a subdirectory, with the lines of CMake and the
-program of docs/guide/cpp.md. It is linked with the libraries of the wheel's build, since compiling
-them takes minutes; `make soak` compiles all of them in that project.
+program of docs/reference/cpp.md. It is linked with the libraries of the wheel's build, since
+compiling them takes minutes; `make soak` compiles all of them in that project.
 
 Catches: paths that begin at the other project's folder; our flags in its targets.
 """
@@ -43,7 +43,7 @@ target_link_libraries(loader PRIVATE modicum::stream)
 
 def block(language: str) -> str:
     """The one block of this language on the page."""
-    page = (ROOT / "docs/guide/cpp.md").read_text()
+    page = (ROOT / "docs/reference/cpp.md").read_text()
     (text,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
     return text
 

@@ -1,6 +1,6 @@
 """Each patch in integrations/ fits the files of the release that it names. Where an engine's
 package is installed, the patched engine builds on meta, loads by path, steps, saves and recovers on
-two CPU ranks. Where torchtitan is installed, the code block of docs/guide/which-way.md about it
+two CPU ranks. Where torchtitan is installed, the code block of docs/guide/engines.md about it
 runs under torchtitan's own checkpoint manager.
 
 Catches: a part of a patch that no longer fits; a model with values before its load; buffers of
@@ -95,7 +95,7 @@ def test_the_patched_engine_trains(name: str, words: tuple[str, ...], tmp_path: 
 def test_torchtitans_own_manager_runs_the_pages_block(tmp_path: Path) -> None:
     if installed("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
-    assert_trains("torchtitan_engine.py", tmp_path, str(ROOT / "docs/guide/which-way.md"))
+    assert_trains("torchtitan_engine.py", tmp_path, str(ROOT / "docs/guide/engines.md"))
 
 
 def assert_trains(name: str, tmp_path: Path, *words: str) -> None:

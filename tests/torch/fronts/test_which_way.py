@@ -1,5 +1,5 @@
-"""Runs the code blocks of docs/guide/which-way.md: DeepSpeed's in one process, the others on two
-real ranks. Those of engines, of which other tests run the patches, are soak tests.
+"""Runs the code blocks of docs/guide/{which-way,engines}.md: DeepSpeed's in one process, the others
+on two real ranks. Those of engines, of which other tests run the patches, are soak tests.
 
 Catches: a line of the page that no longer works; a block that loads other values than the other
 blocks.
@@ -34,8 +34,8 @@ def directory(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def blocks(root: Path) -> dict[str, str]:
     """The code blocks by the headings of their sections. A section has one at most."""
-    page = (root / "docs/guide/which-way.md").read_text()
-    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    pages = [(root / f"docs/guide/{name}.md").read_text() for name in ("which-way", "engines")]
+    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", "\n".join(pages), re.M | re.S)
     found = {}
     for heading, text in sections:
         code = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
@@ -56,13 +56,13 @@ def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> li
 def test_these_sections_have_the_blocks_that_are_run_below(blocks: dict[str, str]) -> None:
     assert list(blocks) == [
         *TRAINED,
+        "DeepSpeed",
+        "DCP",
+        "By hand",
         "verl",
         "AReaL",
         "SkyRL",
         "torchtitan",
-        "DeepSpeed",
-        "DCP",
-        "By hand",
     ]
 
 

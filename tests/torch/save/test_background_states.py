@@ -30,7 +30,7 @@ from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import READS, TABLE, Event, State, next_state
 
 TWO = Cut("fsdp2", (2,))
-PAGE = Path(__file__).resolve().parents[3] / "docs/guide/save.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/reference/checkpoints.md"
 CALLS = ["save", "background", "load", "resume", "step", "wait", "other"]
 CALLS += ["alone other", "alone save", "alone resume", "alone load"]
 SOON_S = 15.0  # far less than the group's timeout
