@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "modicum/base/base.h"
+#include "modicum/probe/kinds.h"     // IWYU pragma: export
 #include "modicum/probe/program.h"   // IWYU pragma: export
 #include "modicum/probe/settings.h"  // IWYU pragma: export
 #include "modicum/spec/spec.h"
@@ -131,12 +132,6 @@ uint64_t last_pid(const std::string& root = "");
 
 // All descendants of process `pid`, 0 for the caller, ascending; including zombies.
 std::vector<int> descendants(int pid = 0, const std::string& root = "");
-
-// A half-open range of virtual addresses.
-struct AddressRange {
-  uint64_t begin = 0;
-  uint64_t end = 0;
-};
 
 // Bytes of resident private pages of a tree of processes (read_tree). A page mapped by several
 // processes counts once.

@@ -9,6 +9,7 @@
 
 #include "modicum/io/io.h"
 #include "modicum/probe/kernel_text.h"
+#include "modicum/probe/mappings.h"
 #include "modicum/probe/probe.h"
 
 namespace modicum {
@@ -84,71 +85,6 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
 
 // ---- mappings
 
-// glibc reserves the addresses of a heap as a whole, aligned to its size, and makes the part in use
-// readable and writable.
-constexpr uint64_t kHeapAddresses = 64 * kMiB;
-
-struct Mapping {
-  AddressRange at;
-  std::string access;  // "rw-p"
-  std::string name;    // empty: anonymous
-  uint64_t resident_bytes = 0;
-};
-
-// The first line of a mapping in smaps: "7f00-7f20 rw-p OFFSET DEVICE INODE [NAME]".
-std::optional<Mapping> mapping_of(std::string_view line) {
-  const auto words = split_kernel_text(line, ' ');
-  if (words.size() < 5 || words[1].size() != 4) return std::nullopt;
-  const size_t dash = words[0].find('-');
-  if (dash == std::string_view::npos) return std::nullopt;
-  const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
-  const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
-  if (!begin || !end || *begin >= *end) return std::nullopt;
-  return Mapping{{*begin, *end},
-                 std::string(words[1]),
-                 std::string(words.size() > 5 ? words[5] : std::string_view()),
-                 0};
-}
-
-// nullopt if smaps can't be read.
-std::optional<std::vector<Mapping>> mappings_of(int pid, const std::string& root) {
-  std::vector<Mapping> mappings;
-  const bool is_read = for_each_kernel_line(directory_of(pid, root) + "/smaps", [&](auto line) {
-    if (auto next = mapping_of(line)) {
-      mappings.push_back(std::move(*next));
-    } else if (!mappings.empty() && line.starts_with("Rss:")) {
-      mappings.back().resident_bytes = kernel_number_after(line, "Rss:").value_or(0) * kKiB;
-    }
-  });
-  return is_read ? std::optional(std::move(mappings)) : std::nullopt;
-}
-
-// Whether `rest` holds the unused addresses of the last heap in `used`, mapped without access.
-// The kernel merges adjacent mappings: `used` may consist of several heaps, the earlier ones full,
-// and `rest` may continue into an adjacent reservation.
-bool is_rest_of(const Mapping& used, const Mapping& rest) {
-  return rest.access == "---p" && rest.name.empty() && rest.at.begin == used.at.end &&
-         rest.at.end % kHeapAddresses == 0;
-}
-
-// A mapping consists of heaps of threads if it is anonymous and writable, begins at a multiple of
-// kHeapAddresses, and ends at one or is followed by the unused rest of its last heap.
-MallocHeaps heaps_in(const std::vector<Mapping>& mappings) {
-  MallocHeaps heaps;
-  for (size_t i = 0; i < mappings.size(); ++i) {
-    const Mapping& used = mappings[i];
-    if (used.name == "[heap]") heaps.main_resident_bytes += used.resident_bytes;
-    const bool is_aligned = used.at.begin % kHeapAddresses == 0;
-    if (!is_aligned || !used.name.empty() || used.access != "rw-p") continue;
-    const bool is_full = used.at.end % kHeapAddresses == 0;
-    if (!is_full && !(i + 1 < mappings.size() && is_rest_of(used, mappings[i + 1]))) continue;
-    const uint64_t end = round_up(used.at.end, kHeapAddresses);
-    heaps.arena_heaps += (end - used.at.begin) / kHeapAddresses;
-    heaps.arena_resident_bytes += used.resident_bytes;
-  }
-  return heaps;
-}
-
 bool maps_file(const std::vector<Mapping>& mappings, std::string_view name) {
   return std::any_of(mappings.begin(), mappings.end(), [&](const Mapping& mapping) {
     const size_t slash = mapping.name.rfind('/');
@@ -202,9 +138,9 @@ void read_own(Program& program, const std::string& root) {
     facts.expected = "a running process";
     fail(Category::io, fmt::format("there is no process {}", program.pid), std::move(facts));
   }
-  const auto read = mappings_of(program.pid, root);
+  const auto read = read_mappings(program.pid, root);
   if (!read) {
-    facts.file = "smaps";
+    facts.file = "maps";
     facts.expected = "a process of this user (or to run as root)";
     fail(Category::io, "cannot read the memory map of the process", std::move(facts));
   }
@@ -216,7 +152,10 @@ void read_own(Program& program, const std::string& root) {
   program.swapped_bytes = bytes("VmSwap:");
   program.locked_bytes = bytes("VmLck:") + bytes("VmPin:");
   program.mappings = mappings.size();
-  program.heaps = heaps_in(mappings);
+  program.kinds = read_memory_kinds(program.pid, root).value_or(MemoryKinds());
+  for (size_t at = 0; at < mappings.size(); ++at) {
+    program.arena_heaps += arena_heaps_in(mappings, at);
+  }
   program.allocator = allocator_in(mappings);
   program.uses_cuda = maps_file(mappings, "libcuda.so");
   const std::string comm = read_kernel_text(directory + "/comm").value_or("");

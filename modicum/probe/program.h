@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "modicum/probe/kinds.h"
+
 namespace modicum {
 
 enum class StartMethod : uint8_t {
@@ -30,17 +32,6 @@ struct ChildProcess {
   uint64_t shared_bytes = 0;
 };
 
-// Heaps of glibc's malloc. Their resident bytes are in use or retained: free(3) returns a block to
-// its heap, and gives only the free end of a heap back to the kernel. malloc_trim(3) also gives
-// back free pages in the middle.
-struct MallocHeaps {
-  // The heap that brk(2) grows ("[heap]").
-  uint64_t main_resident_bytes = 0;
-  // The number of heaps of all other arenas. Each heap reserves 64 MiB of addresses.
-  uint64_t arena_heaps = 0;
-  uint64_t arena_resident_bytes = 0;
-};
-
 struct Program {
   int pid = 0;
   std::string name;
@@ -50,7 +41,11 @@ struct Program {
   // forks in the tree: pages that a write would copy, and pages that were copied already.
   uint64_t exposed_bytes = 0;
   uint64_t copied_bytes = 0;
-  MallocHeaps heaps;
+  // Heaps of glibc's malloc are used or retained: free(3) returns a block to its heap, and gives
+  // only the free end of a heap back to the kernel. malloc_trim(3) also gives back free pages in
+  // the middle.
+  MemoryKinds kinds;
+  uint64_t arena_heaps = 0;  // the number of heaps of threads
   // MALLOC_ARENA_MAX, or glibc.malloc.arena_max in GLIBC_TUNABLES.
   std::optional<uint64_t> arena_max;
   // "jemalloc", "tcmalloc" or "mimalloc" if that library is mapped, else empty.

@@ -9,14 +9,13 @@
 
 #include "modicum/io/io.h"
 #include "modicum/probe/kernel_text.h"
+#include "modicum/probe/mappings.h"
 #include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
 
-// Bits of an entry of /proc/PID/pagemap, which has 8 bytes for each page.
-constexpr uint64_t kPresent = uint64_t{1} << 63;
-constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
+// Further bits of an entry of /proc/PID/pagemap.
 constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
 constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // frame number; 0 without CAP_SYS_ADMIN
 constexpr uint64_t kBlockPages = 65536;               // pages per read
@@ -35,23 +34,6 @@ int parent_of(const std::string& stat) {
 
 // ---- address space
 
-// A line "7f00-7f20 rw-p ...".
-struct Line {
-  AddressRange at;
-  bool is_private = false;
-};
-
-std::optional<Line> line_of(std::string_view text) {
-  const auto words = split_kernel_text(text, ' ');
-  if (words.size() < 2 || words[1].size() != 4) return std::nullopt;
-  const size_t dash = words[0].find('-');
-  if (dash == std::string_view::npos) return std::nullopt;
-  const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
-  const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
-  if (!begin || !end || *begin >= *end) return std::nullopt;
-  return Line{{*begin, *end}, words[1][3] == 'p'};
-}
-
 // A private mapping of a process.
 struct Area {
   AddressRange at;
@@ -69,18 +51,18 @@ void for_each_line(int pid, const std::string& file, const std::string& root,
 // The areas of a process with a resident page.
 std::vector<Area> areas_of(int pid, const std::string& root) {
   std::vector<Area> areas;
-  std::optional<Line> line;
+  std::optional<Mapping> mapping;
   bool is_resident = false;
   for_each_line(pid, "smaps", root, [&](std::string_view text) {
-    if (const auto next = line_of(text)) {
-      line = next;
+    if (auto next = mapping_of(text)) {
+      mapping = std::move(next);
       is_resident = false;
     } else if (text.starts_with("Rss:")) {
       is_resident = kernel_number_after(text, "Rss:").value_or(0) > 0;
-    } else if (text.starts_with("VmFlags:") && line && line->is_private && is_resident) {
+    } else if (text.starts_with("VmFlags:") && mapping && mapping->is_private() && is_resident) {
       // The last line of an area. "dc": do not copy at fork (MADV_DONTFORK).
       const bool is_left_out = text.find(" dc") != std::string_view::npos;
-      areas.push_back({line->at, !is_left_out});
+      areas.push_back({mapping->at, !is_left_out});
     }
   });
   return areas;
@@ -90,12 +72,12 @@ std::vector<Area> areas_of(int pid, const std::string& root) {
 std::vector<AddressRange> mapped_of(int pid, const std::string& root) {
   std::vector<AddressRange> mapped;
   for_each_line(pid, "maps", root, [&](std::string_view text) {
-    const auto line = line_of(text);
-    if (!line) return;
-    if (!mapped.empty() && mapped.back().end == line->at.begin) {
-      mapped.back().end = line->at.end;
+    const auto mapping = mapping_of(text);
+    if (!mapping) return;
+    if (!mapped.empty() && mapped.back().end == mapping->at.begin) {
+      mapped.back().end = mapping->at.end;
     } else {
-      mapped.push_back(line->at);
+      mapped.push_back(mapping->at);
     }
   });
   return mapped;
@@ -139,10 +121,6 @@ struct DistinctPages {
   uint64_t copied = 0;
   uint64_t shared = 0;  // part of own
 };
-
-bool is_private_memory(uint64_t entry) noexcept {
-  return (entry & kPresent) != 0 && (entry & kOfFile) == 0;
-}
 
 // Whether two processes map one private page, so that a write by either copies it. Without access
 // to frame numbers, which are then 0, two pages count as one if both are shared with some process.

@@ -89,31 +89,30 @@ void add_heaps(const DoctorFacts& facts, Findings& found) {
                      .advice = "its own options bound the memory that it retains"});
     return;
   }
-  const MallocHeaps& heaps = program.heaps;
+  const uint64_t arenas = program.kinds[MemoryKind::malloc_arenas];
+  const uint64_t heap = program.kinds[MemoryKind::malloc_heap];
   const std::string max = program.arena_max ? fmt::format("at most {} arenas", *program.arena_max)
                                             : "MALLOC_ARENA_MAX not set";
   const bool has_few = program.arena_max && *program.arena_max <= 2;
   found.push_back({.id = "malloc_arenas",
-                   .value = heaps.arena_resident_bytes,
-                   .severity = severity_of_heap(facts, heaps.arena_resident_bytes),
-                   .summary = (heaps.arena_resident_bytes == 0
-                                   ? "nothing in heaps of threads"
-                                   : fmt::format("{} in {} of threads, used or retained",
-                                                 format_size(heaps.arena_resident_bytes),
-                                                 counted(heaps.arena_heaps, "heap"))) +
+                   .value = arenas,
+                   .severity = severity_of_heap(facts, arenas),
+                   .summary = (arenas == 0 ? "nothing in heaps of threads"
+                                           : fmt::format("{} in {} of threads, used or retained",
+                                                         format_size(arenas),
+                                                         counted(program.arena_heaps, "heap"))) +
                               "; " + max,
-                   .advice = !is_worth_advice(facts, heaps.arena_resident_bytes) ? "nothing to do"
+                   .advice = !is_worth_advice(facts, arenas) ? "nothing to do"
                              : has_few ? "malloc_trim(0) returns the free part"
                                        : "malloc_trim(0) returns the free part; start with "
                                          "MALLOC_ARENA_MAX=2 for fewer heaps"});
   found.push_back({.id = "malloc_heap",
-                   .value = heaps.main_resident_bytes,
-                   .severity = severity_of_heap(facts, heaps.main_resident_bytes),
-                   .summary = heaps.main_resident_bytes == 0
-                                  ? "nothing in the main heap"
-                                  : fmt::format("{} in the main heap, used or retained",
-                                                format_size(heaps.main_resident_bytes)),
-                   .advice = !is_worth_advice(facts, heaps.main_resident_bytes)
+                   .value = heap,
+                   .severity = severity_of_heap(facts, heap),
+                   .summary = heap == 0 ? "nothing in the main heap"
+                                        : fmt::format("{} in the main heap, used or retained",
+                                                      format_size(heap)),
+                   .advice = !is_worth_advice(facts, heap)
                                  ? "nothing to do"
                                  : "malloc_trim(0) returns the free part; start with "
                                    "MALLOC_MMAP_THRESHOLD_=262144 to keep large blocks "
