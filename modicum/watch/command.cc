@@ -185,6 +185,7 @@ class Watcher {
   void note_kill(const std::vector<int>& dead) {
     if (killed_ || !deaths_->has_new_kill()) return;
     std::optional<OomKill> kill = logged_kill();
+    const bool is_logged = kill.has_value();
     if (!kill) {
       const std::optional<int> pid = deaths_->killed_of(dead, statuses_, *sampler_);
       if (!pid) return;
@@ -193,39 +194,34 @@ class Watcher {
                      .name = process != nullptr ? process->name : "",
                      .held_bytes = sampler_->last_held(*pid)};
     }
-    record_kill(*kill);
+    record_kill(*kill, is_logged);
   }
 
-  void record_kill(const OomKill& kill) {
-    const bool is_unseen = sampler_->find(kill.pid) == nullptr;
-    if (is_unseen) sampler_->add_unseen(kill.pid, kill.name, kill.held_bytes);
+  void record_kill(const OomKill& kill, bool is_logged) {
+    if (sampler_->find(kill.pid) == nullptr) {
+      sampler_->add_unseen(kill.pid, kill.name, kill.held_bytes);
+    }
+    const uint64_t held_bytes =
+        sampler_->add_kill(kill.pid, is_logged ? std::optional(kill.held_bytes) : std::nullopt);
     const WatchedProcess* const process = sampler_->find(kill.pid);
     const WatchSample& last = sampler_->last();
-    const uint64_t seen_bytes = is_unseen ? 0 : sampler_->last_held(kill.pid);
-    const uint64_t unsampled_growth = kill.held_bytes - std::min(kill.held_bytes, seen_bytes);
     killed_ = WatchedKill{.pid = kill.pid,
                           .name = kill.name,
                           .rank = process->rank,
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
-                          .held_bytes = kill.held_bytes,
-                          .tree_held_bytes = sampler_->held_by_others(kill.pid) + kill.held_bytes,
+                          .held_bytes = held_bytes,
+                          .tree_held_bytes = last.held_bytes,
                           .page_cache_bytes = last.page_cache_bytes,
                           .phase = sampler_->phase_of(kill.pid).name,
                           .promised_bytes = promised_with(kill.pid)};
     if (task_.limit_bytes) {
       killed_->limit_bytes = *task_.limit_bytes;
       killed_->limit_source = "--limit";
-      // The kernel's log counts in full the pages that the killed process shares, so the sum may be
-      // too high; the cgroup held no more than its limit.
-      killed_->tree_held_bytes = std::min(killed_->tree_held_bytes, *task_.limit_bytes);
     } else if (!limits_.empty()) {
       killed_->limit_bytes = limits_.front().limit_bytes;
       killed_->limit_source = limits_.front().source;
     }
-    // The process that grew most before the last sample, or the killed one if it has grown by more
-    // since then.
-    TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
-    if (unsampled_growth > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
+    const TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);
     killed_->grew_pid = growth.pid;

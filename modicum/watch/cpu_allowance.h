@@ -12,7 +12,7 @@ namespace modicum {
 // exactly, too.
 class CpuAllowance {
  public:
-  static constexpr double kFirstNs = 200 * kNsPerMs;
+  static constexpr double kFirstNs = 100 * kNsPerMs;
   static constexpr double kMostNs = 500 * kNsPerMs;
 
   explicit CpuAllowance(double duty) noexcept : duty_(duty) {}

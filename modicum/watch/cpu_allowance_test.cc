@@ -15,20 +15,20 @@ int64_t left_ms(const CpuAllowance& allowance) {
 }
 
 TEST(CpuAllowance, BeginsWithEnoughForAShortCommand) {
-  EXPECT_EQ(left_ms(CpuAllowance(kDuty)), 200);
+  EXPECT_EQ(left_ms(CpuAllowance(kDuty)), 100);
 }
 
 TEST(CpuAllowance, GainsTheDutyOfTheTimeUpToALimit) {
   CpuAllowance allowance(kDuty);
   allowance.refill(10 * kNsPerSecond);
-  EXPECT_EQ(left_ms(allowance), 250);
+  EXPECT_EQ(left_ms(allowance), 150);
   allowance.refill(1000 * kNsPerSecond);
   EXPECT_EQ(left_ms(allowance), 500);
 }
 
 TEST(CpuAllowance, ACostMayLeadToADebtThatTimePays) {
   CpuAllowance allowance(kDuty);
-  allowance.spend(700 * kNsPerMs);
+  allowance.spend(600 * kNsPerMs);
   EXPECT_EQ(left_ms(allowance), -500);
   EXPECT_FALSE(allowance.leaves(0));
   EXPECT_TRUE(allowance.leaves(-500.0 * kNsPerMs));
@@ -38,8 +38,8 @@ TEST(CpuAllowance, ACostMayLeadToADebtThatTimePays) {
 
 TEST(CpuAllowance, TheCostOfAReadingIsCounted) {
   const CpuAllowance allowance(kDuty);
-  EXPECT_TRUE(allowance.leaves(100.0 * kNsPerMs, 100.0 * kNsPerMs));
-  EXPECT_FALSE(allowance.leaves(100.0 * kNsPerMs, 101.0 * kNsPerMs));
+  EXPECT_TRUE(allowance.leaves(50.0 * kNsPerMs, 50.0 * kNsPerMs));
+  EXPECT_FALSE(allowance.leaves(50.0 * kNsPerMs, 51.0 * kNsPerMs));
 }
 
 TEST(CpuAllowance, OverALongTimeTheCostIsTheDuty) {
@@ -52,7 +52,7 @@ TEST(CpuAllowance, OverALongTimeTheCostIsTheDuty) {
       ++spent_ms;
     }
   }
-  EXPECT_NEAR(static_cast<double>(spent_ms), 200 + 10'000 * 1000 * kDuty, 2);
+  EXPECT_NEAR(static_cast<double>(spent_ms), 100 + 10'000 * 1000 * kDuty, 2);
 }
 
 }  // namespace

@@ -5,6 +5,9 @@
 namespace modicum {
 
 std::string_view watch_owner_name(size_t owner) noexcept {
+  if (owner >= owner_of(MemoryKind{})) {
+    return memory_kind_name(static_cast<MemoryKind>(owner - owner_of(MemoryKind{})));
+  }
   switch (static_cast<WatchOwner>(owner)) {
     case WatchOwner::copies_since_fork: return "copies_since_fork";
     case WatchOwner::retained_heap: return "retained_heap";
@@ -40,7 +43,7 @@ OwnedMemory& OwnedMemory::operator+=(const OwnedMemory& other) noexcept {
 }
 
 bool WatchRecord::may_have_missed_peak() const noexcept {
-  return peak_at_most_bytes > peak_bytes + std::max(4 * kMiB, peak_bytes / 32);
+  return !killed && peak_at_most_bytes > peak_bytes + std::max(4 * kMiB, peak_bytes / 32);
 }
 
 const WatchSample* WatchRecord::peak() const noexcept {

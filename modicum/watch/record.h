@@ -15,15 +15,19 @@
 namespace modicum {
 
 // The owners of a process's memory. The values below `copies_since_fork` are those of Purpose, for
-// processes that report their ledgers.
+// processes that report their ledgers; those from `first_kind` on are those of MemoryKind.
 enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
   retained_heap,  // freed blocks that malloc keeps; in a process that reports ledgers
-  unexplained,    // the rest, in a process that reports ledgers
-  unattributed,   // the rest, in a process that reports no ledgers
-  count
+  unexplained,    // the rest of a process that reports ledgers, if its kinds can't be read
+  unattributed,   // the rest of any other process, if its kinds can't be read, or before they are
+  first_kind,
+  count = static_cast<uint8_t>(first_kind) + static_cast<uint8_t>(MemoryKind::count)
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
+constexpr size_t owner_of(MemoryKind kind) noexcept {
+  return static_cast<size_t>(WatchOwner::first_kind) + static_cast<size_t>(kind);
+}
 std::string_view watch_owner_name(size_t owner) noexcept;  // "shards", "copies_since_fork"
 
 // The memory of one process by owner. In KiB, the unit of the kernel's counts, so that records stay
@@ -42,13 +46,14 @@ struct OwnedMemory {
 struct WatchedProcess {
   int pid = 0;
   int parent = 0;
-  std::string name;                 // of the last program that it has run (exec)
-  std::optional<int> rank;          // from its own report, else from its environment
-  std::string_view rank_variable;   // the variable that gave the rank, as "RANK"; empty: none
-  double begin_s = 0;               // when it was first seen
-  double end_s = 0;                 // when it was last seen
-  uint64_t peak_bytes = 0;          // its own highest Pss_Anon + Pss_Shmem
-  uint64_t held_at_peak_bytes = 0;  // what it held when the tree held most
+  std::string name;                  // of the last program that it has run (exec)
+  std::optional<int> rank;           // from its own report, else from its environment
+  std::string_view rank_variable;    // the variable that gave the rank, as "RANK"; empty: none
+  double begin_s = 0;                // when it was first seen
+  double end_s = 0;                  // when it was last seen
+  uint64_t peak_bytes = 0;           // its own highest Pss_Anon + Pss_Shmem
+  uint64_t held_at_peak_bytes = 0;   // what it held when the tree held most
+  uint64_t files_at_peak_bytes = 0;  // the page cache that it mapped then
   // In pages that were copied since it was forked (ForkCopies), when the tree had most such pages.
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
@@ -93,8 +98,8 @@ struct WatchedKill {
   double at_s = 0;
   uint64_t limit_bytes = 0;       // --limit, else the limit with the least memory left
   std::string limit_source;       // "--limit", or as MemoryLimit::source
-  uint64_t held_bytes = 0;        // by the killed process: from the kernel's log, or last sampled
-  uint64_t tree_held_bytes = 0;   // by the tree: last sampled, corrected for the killed process
+  uint64_t held_bytes = 0;        // by the killed process: see TreeSampler::add_kill
+  uint64_t tree_held_bytes = 0;   // by the tree: last sampled, with `held_bytes`
   uint64_t page_cache_bytes = 0;  // as in the last sample
   std::string phase;              // of the killed process; empty: it has reported none
   int grew_pid = 0;               // the process that grew most before the kill; 0: none grew
@@ -129,7 +134,8 @@ struct WatchRecord {
   double cpu_s = 0;                 // CPU time of the watching process
   uint64_t watcher_peak_bytes = 0;  // the most memory that the watching process held
 
-  // Whether the peak may exceed `peak_bytes` by more than 4 MiB and more than 1/32 of it.
+  // Whether the peak may exceed `peak_bytes` by more than 4 MiB and more than 1/32 of it. After a
+  // kill it does not: at the limit the kernel's log has what the killed process held.
   bool may_have_missed_peak() const noexcept;
   // The sample in which the tree held most; null without samples.
   const WatchSample* peak() const noexcept;

@@ -43,49 +43,123 @@ std::optional<uint64_t> promised_in(const SelfReport& report, const std::string&
   return std::nullopt;
 }
 
+// The private kind that has grown most.
+MemoryKind grown_most(const MemoryKinds& before, const MemoryKinds& now) noexcept {
+  MemoryKind most = MemoryKind::anonymous;
+  uint64_t most_bytes = 0;
+  for (size_t k = 0; k < kMemoryKinds; ++k) {
+    const auto kind = static_cast<MemoryKind>(k);
+    const uint64_t bytes = now[kind] - std::min(now[kind], before[kind]);
+    if (kind == MemoryKind::shared_memory || bytes <= most_bytes) continue;
+    most = kind;
+    most_bytes = bytes;
+  }
+  return most;
+}
+
+// The bytes of each kind outside of baseline, ledger and freed blocks, except for large blocks,
+// which are the rest. Shared memory is outside of the ledger only if private memory is large enough
+// for the ledger.
+MemoryKinds outside_ledger(const MemoryKinds& now, const MemoryKinds& before,
+                           const ReportedMemory& reported) noexcept {
+  MemoryKinds outside;
+  for (size_t k = 0; k < kMemoryKinds; ++k) {
+    outside.bytes[k] = now.bytes[k] - std::min(now.bytes[k], before.bytes[k]);
+  }
+  outside[MemoryKind::anonymous] = 0;
+  const uint64_t ledger = ledger_kib(reported.footprint).total();
+  if (ledger > (now.total() - now[MemoryKind::shared_memory]) / kKiB) {
+    outside[MemoryKind::shared_memory] = 0;
+  }
+  uint64_t freed = reported.retained_heap_bytes;
+  for (const MemoryKind kind : {MemoryKind::malloc_heap, MemoryKind::malloc_arenas}) {
+    const uint64_t cut = std::min(freed, outside[kind]);
+    outside[kind] -= cut;
+    freed -= cut;
+  }
+  return outside;
+}
+
 }  // namespace
 
-OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
-                                 const ReportedMemory* reported) {
-  OwnedMemory owned;
-  uint64_t left = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX);
-  const uint64_t retained_kib = reported == nullptr ? 0 : reported->retained_heap_bytes / kKiB;
-  const auto take = [&](size_t owner, uint64_t kib) {
-    owned.kib[owner] = static_cast<uint32_t>(std::min(left, kib));
-    left -= owned.kib[owner];
-  };
-  const auto take_rest = [&](WatchOwner rest) {
-    take(static_cast<size_t>(WatchOwner::copies_since_fork), copied_bytes / kKiB);
-    take(static_cast<size_t>(WatchOwner::retained_heap), retained_kib);
-    take(static_cast<size_t>(rest), left);
-  };
-  if (reported == nullptr) {
-    *this = {};  // a later report comes from another program
-    take_rest(WatchOwner::unattributed);
-    return owned;
+void Division::Remainder::take(size_t owner, uint64_t kib) noexcept {
+  const uint64_t taken = std::min(left_kib, kib);
+  owned.kib[owner] += static_cast<uint32_t>(taken);
+  left_kib -= taken;
+}
+
+// In proportion if there is less than `kinds`; `rest` gets the remainder.
+void Division::Remainder::take_kinds(const MemoryKinds& kinds, MemoryKind rest) noexcept {
+  const auto all = static_cast<double>(kinds.total() / kKiB);
+  const double share = std::min(1.0, static_cast<double>(left_kib) / std::max(all, 1.0));
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+    const auto kib = static_cast<double>(kinds.bytes[kind] / kKiB);
+    take(owner_of(static_cast<MemoryKind>(kind)), static_cast<uint64_t>(kib * share));
   }
+  take(owner_of(rest), left_kib);
+}
+
+void Division::follow(const KnownMemory& known) {
+  if (known.reported == nullptr) {
+    written_kib_ = 0;  // a later report comes from another program
+    baseline_kib_ = UINT64_MAX;
+    kinds_at_report_.reset();
+  }
+  if (known.kinds == nullptr) return;
+  if (kinds_ && *kinds_ != *known.kinds) growing_ = grown_most(*kinds_, *known.kinds);
+  kinds_ = *known.kinds;
+  if (known.reported != nullptr && !kinds_at_report_) kinds_at_report_ = *kinds_;
+}
+
+// Divides the baseline and the ledger of a report.
+void Division::take_reported(const ReportedMemory& reported, Remainder& memory) {
   constexpr auto kProcess = static_cast<size_t>(Purpose::process);
-  Footprint ledger = ledger_kib(reported->footprint);
-  const uint64_t baseline_kib = reported->baseline_bytes / kKiB;
+  Footprint ledger = ledger_kib(reported.footprint);
+  const uint64_t baseline_kib = reported.baseline_bytes / kKiB;
   const uint64_t base_kib = std::min(baseline_kib_, baseline_kib);
   // If the kernel counts this much, all pages of the ledger have been written.
-  if (left >= base_kib + ledger.total()) written_kib_ = ledger.total();
+  if (memory.left_kib >= base_kib + ledger.total()) written_kib_ = ledger.total();
   const bool is_written = ledger.total() <= written_kib_;
-  if (!is_written) take(kProcess, base_kib);
-  while (ledger.total() > left) {
+  if (!is_written) memory.take(kProcess, base_kib);
+  while (ledger.total() > memory.left_kib) {
     uint64_t& largest = *std::max_element(ledger.bytes.begin(), ledger.bytes.end());
-    largest -= std::min(largest, ledger.total() - left);
+    largest -= std::min(largest, ledger.total() - memory.left_kib);
   }
   for (size_t p = 0; p < kPurposes; ++p) {
-    if (ledger.bytes[p] > 0) take(p, ledger.bytes[p]);
+    if (ledger.bytes[p] > 0) memory.take(p, ledger.bytes[p]);
   }
-  if (is_written) {
-    written_kib_ = ledger.total();
-    take(kProcess, baseline_kib);
-    baseline_kib_ = owned.kib[kProcess];
+  if (!is_written) return;
+  written_kib_ = ledger.total();
+  memory.take(kProcess, baseline_kib);
+  baseline_kib_ = memory.owned.kib[kProcess];
+}
+
+OwnedMemory Division::operator()(uint64_t held_bytes, const KnownMemory& known) {
+  follow(known);
+  Remainder memory{.left_kib = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX)};
+  constexpr auto kCopies = static_cast<size_t>(WatchOwner::copies_since_fork);
+  const uint64_t copied_kib = known.copied_bytes / kKiB;
+  if (known.reported == nullptr) {
+    memory.take(owner_of(MemoryKind::shared_memory), known.shared_bytes / kKiB);
+    memory.take(kCopies, copied_kib);
+    if (kinds_) {
+      MemoryKinds kinds = *kinds_;
+      kinds[MemoryKind::shared_memory] = 0;
+      memory.take_kinds(kinds, growing_);
+    }
+    memory.take(static_cast<size_t>(WatchOwner::unattributed), memory.left_kib);
+    return memory.owned;
   }
-  take_rest(WatchOwner::unexplained);
-  return owned;
+  take_reported(*known.reported, memory);
+  memory.take(kCopies, copied_kib);
+  memory.take(static_cast<size_t>(WatchOwner::retained_heap),
+              known.reported->retained_heap_bytes / kKiB);
+  if (kinds_at_report_) {
+    memory.take_kinds(outside_ledger(*kinds_, *kinds_at_report_, *known.reported),
+                      MemoryKind::anonymous);
+  }
+  memory.take(static_cast<size_t>(WatchOwner::unexplained), memory.left_kib);
+  return memory.owned;
 }
 
 double ReportedProcesses::seconds(int64_t at_ns, int64_t now_ns) const noexcept {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "modicum/memory/memory.h"
+#include "modicum/probe/probe.h"
 #include "modicum/watch/record.h"
 
 namespace modicum {
@@ -22,27 +23,55 @@ struct ReportedMemory {
   Footprint footprint;
 };
 
+// Facts about a process's memory next to its sum.
+struct KnownMemory {
+  uint64_t copied_bytes = 0;                 // the part that was copied since a fork
+  uint64_t shared_bytes = 0;                 // the part in shared memory
+  const ReportedMemory* reported = nullptr;  // null: the process has no report
+  const MemoryKinds* kinds = nullptr;        // when last read; null: never
+};
+
 // Divides the memory that the kernel counts for a process among its owners. The sum is always
 // `held_bytes` in whole KiB (at most 4 TiB), whatever the process reports. The ledger also counts
 // memory that is booked but not written yet, which the kernel does not count: the largest purposes
 // are cut until the sum fits.
 //
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
-//     process 2 | shards 90 | staging 8 | unexplained 0
+//     process 2 | shards 90 | staging 8 | the rest 0
 //
 // Afterwards, once the whole ledger was seen written, the ledger keeps its bytes if the kernel
 // counts less than ledger and baseline, and the baseline is cut first. The reason is forks:
 // children share the pages of the baseline, and each process counts only a part of them.
+//
+// The rest is divided by kind. What the process has gained since its kinds were read is of the kind
+// that grew most before. A process with a report holds its ledger in large blocks or shared memory,
+// and its baseline of each kind is what it held when the report began:
+//
+//   held 100 MiB, heap 30, blocks 60; baseline 25, of which heap 10; ledger 50
+//     process 25 | ledger 50 | heap 20 | blocks 5
 class Division {
  public:
-  // To be called with successive readings of one process. `copied_bytes`: the part of `held_bytes`
-  // that was copied since a fork. `reported`: null if the process has no report.
-  OwnedMemory operator()(uint64_t held_bytes, uint64_t copied_bytes,
-                         const ReportedMemory* reported);
+  // To be called with successive readings of one process.
+  OwnedMemory operator()(uint64_t held_bytes, const KnownMemory& known);
 
  private:
+  // The divided part of the memory, and the size of the other one.
+  struct Remainder {
+    OwnedMemory owned;
+    uint64_t left_kib = 0;
+
+    void take(size_t owner, uint64_t kib) noexcept;
+    void take_kinds(const MemoryKinds& kinds, MemoryKind rest) noexcept;
+  };
+
+  void follow(const KnownMemory& known);
+  void take_reported(const ReportedMemory& reported, Remainder& memory);
+
   uint64_t written_kib_ = 0;            // the ledger's total when all of it was last written
   uint64_t baseline_kib_ = UINT64_MAX;  // the baseline's part then
+  std::optional<MemoryKinds> kinds_;    // when last read
+  std::optional<MemoryKinds> kinds_at_report_;
+  MemoryKind growing_ = MemoryKind::anonymous;
 };
 
 // The phases and memory in all reports. Reports are untrusted: they may hold any bytes. To be

@@ -13,7 +13,8 @@ namespace {
 
 // Catches: owners whose sum is not the memory held; a phase without its end; unchecked numbers of a
 // report; places of ended processes that stay taken; the report of a program that exec has
-// replaced; a retained heap that counts as unexplained.
+// replaced; a retained heap that counts as unexplained; a kind that holds more than the process;
+// the baseline or the ledger counts again as a kind.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -42,7 +43,8 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.footprint[Purpose::shards] = 100 * kMiB;
   reported.footprint[Purpose::fork] = 50 * kMiB;  // a bound on copies of children, which hold them
-  const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
+  const OwnedMemory owned =
+      Division()(110 * kMiB, {.copied_bytes = 3 * kMiB, .reported = &reported});
   EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
@@ -54,12 +56,13 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
 TEST(OwnedMemory, RetainedHeapIsAPartOfTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB, .retained_heap_bytes = 9 * kMiB};
   reported.footprint[Purpose::shards] = 100 * kMiB;
-  const OwnedMemory owned = Division()(120 * kMiB, 3 * kMiB, &reported);
+  const OwnedMemory owned =
+      Division()(120 * kMiB, {.copied_bytes = 3 * kMiB, .reported = &reported});
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 3 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::retained_heap)), 9 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 6 * kMiB);
   reported.retained_heap_bytes = UINT64_MAX;
-  const OwnedMemory all = Division()(120 * kMiB, 0, &reported);
+  const OwnedMemory all = Division()(120 * kMiB, {.reported = &reported});
   EXPECT_EQ(all.bytes(at(Purpose::shards)), 100 * kMiB);
   EXPECT_EQ(all.bytes(at(WatchOwner::retained_heap)), 18 * kMiB);
   EXPECT_EQ(all.total_bytes(), 120 * kMiB);
@@ -69,7 +72,7 @@ TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.footprint[Purpose::shards] = 500 * kMiB;
   reported.footprint[Purpose::staging] = 8 * kMiB;
-  const OwnedMemory owned = Division()(100 * kMiB, 0, &reported);
+  const OwnedMemory owned = Division()(100 * kMiB, {.reported = &reported});
   EXPECT_EQ(owned.bytes(at(Purpose::staging)), 8 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 90 * kMiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 0U);
@@ -81,32 +84,102 @@ TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
   ReportedMemory reported{.baseline_bytes = 30 * kMiB};
   reported.footprint[Purpose::shards] = 100 * kMiB;
   Division division;
-  EXPECT_EQ(division(90 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 60 * kMiB);
-  EXPECT_EQ(division(131 * kMiB, 0, &reported).bytes(at(Purpose::shards)), 100 * kMiB);
-  const OwnedMemory forked = division(110 * kMiB, 0, &reported);
+  EXPECT_EQ(division(90 * kMiB, {.reported = &reported}).bytes(at(Purpose::shards)), 60 * kMiB);
+  EXPECT_EQ(division(131 * kMiB, {.reported = &reported}).bytes(at(Purpose::shards)), 100 * kMiB);
+  const OwnedMemory forked = division(110 * kMiB, {.reported = &reported});
   EXPECT_EQ(forked.bytes(at(Purpose::shards)), 100 * kMiB);
   EXPECT_EQ(forked.bytes(at(Purpose::process)), 10 * kMiB);
   reported.footprint[Purpose::moments] = 200 * kMiB;  // booked, not written
-  const OwnedMemory booked = division(115 * kMiB, 0, &reported);
+  const OwnedMemory booked = division(115 * kMiB, {.reported = &reported});
   EXPECT_EQ(booked.bytes(at(Purpose::process)), 10 * kMiB);
   EXPECT_EQ(booked.total_bytes(), 115 * kMiB);
-  EXPECT_EQ(division(310 * kMiB, 0, &reported).bytes(at(Purpose::moments)), 200 * kMiB);
+  EXPECT_EQ(division(310 * kMiB, {.reported = &reported}).bytes(at(Purpose::moments)), 200 * kMiB);
 }
 
 TEST(OwnedMemory, OfAProcessWithoutALedgerIsHeldOrCopied) {
-  const OwnedMemory owned = Division()(100 * kKiB, 30 * kKiB, nullptr);
+  const OwnedMemory owned = Division()(100 * kKiB, {.copied_bytes = 30 * kKiB});
   EXPECT_EQ(owned.bytes(at(WatchOwner::copies_since_fork)), 30 * kKiB);
   EXPECT_EQ(owned.bytes(at(WatchOwner::unattributed)), 70 * kKiB);
-  EXPECT_EQ(Division()(10 * kKiB, 30 * kKiB, nullptr).total_bytes(), 10 * kKiB);
+  EXPECT_EQ(Division()(10 * kKiB, {.copied_bytes = 30 * kKiB}).total_bytes(), 10 * kKiB);
+}
+
+MemoryKinds kinds_of(uint64_t heap_mib, uint64_t anonymous_mib, uint64_t shared_mib = 0) {
+  MemoryKinds kinds;
+  kinds[MemoryKind::malloc_heap] = heap_mib * kMiB;
+  kinds[MemoryKind::anonymous] = anonymous_mib * kMiB;
+  kinds[MemoryKind::shared_memory] = shared_mib * kMiB;
+  return kinds;
+}
+
+// "30 60 10": MiB of the main heap, of large blocks and of shared memory.
+std::string kinds_in(const OwnedMemory& owned) {
+  std::string text;
+  for (const MemoryKind kind :
+       {MemoryKind::malloc_heap, MemoryKind::anonymous, MemoryKind::shared_memory}) {
+    text += (text.empty() ? "" : " ") + std::to_string(owned.bytes(owner_of(kind)) / kMiB);
+  }
+  return text;
+}
+
+// In a fork both processes count a part of the shared pages: the kinds are cut in proportion.
+TEST(OwnedMemory, OfAProcessWithoutALedgerIsDividedByKind) {
+  const MemoryKinds first = kinds_of(30, 60, 25);
+  Division division;
+  EXPECT_EQ(kinds_in(division(100 * kMiB, {.shared_bytes = 10 * kMiB, .kinds = &first})),
+            "30 60 10");
+  EXPECT_EQ(kinds_in(division(120 * kMiB, {.shared_bytes = 10 * kMiB, .kinds = &first})),
+            "30 80 10")
+      << "large blocks, until a reading says otherwise";
+  EXPECT_EQ(kinds_in(division(55 * kMiB, {.shared_bytes = 10 * kMiB, .kinds = &first})),
+            "15 30 10");
+  const MemoryKinds second = kinds_of(50, 62, 25);
+  EXPECT_EQ(kinds_in(division(130 * kMiB, {.shared_bytes = 10 * kMiB, .kinds = &second})),
+            "58 62 10")
+      << "the heap has grown most";
+}
+
+TEST(OwnedMemory, BesideALedgerIsWhatEachKindHasGained) {
+  ReportedMemory reported{.baseline_bytes = 25 * kMiB};
+  reported.footprint[Purpose::shards] = 50 * kMiB;
+  Division division;
+  const MemoryKinds begin = kinds_of(10, 15);
+  const OwnedMemory first = division(25 * kMiB, {.reported = &reported, .kinds = &begin});
+  EXPECT_EQ(first.bytes(at(Purpose::process)), 25 * kMiB);
+  const MemoryKinds now = kinds_of(30, 70);
+  const OwnedMemory owned = division(100 * kMiB, {.reported = &reported, .kinds = &now});
+  EXPECT_EQ(owned.bytes(at(Purpose::process)), 25 * kMiB);
+  EXPECT_EQ(owned.bytes(at(Purpose::shards)), 50 * kMiB);
+  EXPECT_EQ(kinds_in(owned), "20 5 0");
+  reported.retained_heap_bytes = 12 * kMiB;
+  const OwnedMemory freed = division(100 * kMiB, {.reported = &reported, .kinds = &now});
+  EXPECT_EQ(freed.bytes(at(WatchOwner::retained_heap)), 12 * kMiB);
+  EXPECT_EQ(kinds_in(freed), "8 5 0");
+}
+
+TEST(OwnedMemory, SharedMemoryIsBesideALedgerThatFitsIntoPrivateMemory) {
+  ReportedMemory reported{.baseline_bytes = 10 * kMiB};
+  reported.footprint[Purpose::shards] = 50 * kMiB;
+  for (const bool is_shared : {false, true}) {
+    Division division;
+    const MemoryKinds begin = kinds_of(0, 10);
+    division(10 * kMiB, {.reported = &reported, .kinds = &begin});
+    const MemoryKinds now = is_shared ? kinds_of(0, 15, 50) : kinds_of(0, 60, 5);
+    EXPECT_EQ(kinds_in(division(65 * kMiB, {.reported = &reported, .kinds = &now})),
+              is_shared ? "0 5 0" : "0 0 5");
+  }
 }
 
 TEST(OwnedMemory, AnyNumbersAddUpToWhatIsHeld) {
   ReportedMemory reported{.baseline_bytes = UINT64_MAX};
   for (uint64_t& bytes : reported.footprint.bytes) bytes = UINT64_MAX - 7;
-  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
+  EXPECT_EQ(
+      Division()(77 * kMiB, {.copied_bytes = UINT64_MAX, .reported = &reported}).total_bytes(),
+      77 * kMiB);
   reported.baseline_bytes = 0;
-  EXPECT_EQ(Division()(77 * kMiB, UINT64_MAX, &reported).total_bytes(), 77 * kMiB);
-  EXPECT_EQ(Division()(0, 0, &reported).total_bytes(), 0U);
+  EXPECT_EQ(
+      Division()(77 * kMiB, {.copied_bytes = UINT64_MAX, .reported = &reported}).total_bytes(),
+      77 * kMiB);
+  EXPECT_EQ(Division()(0, {.reported = &reported}).total_bytes(), 0U);
 }
 
 TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {

@@ -1,12 +1,14 @@
 #include "modicum/watch/sampler.h"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <utility>
 
 namespace modicum {
 namespace {
 
-constexpr double kAmpleNs = 100 * kNsPerMs;      // left of the allowed CPU time
+constexpr double kAmpleNs = 50 * kNsPerMs;       // left of the allowed CPU time
 constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
 constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
 constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while much is allowed
@@ -15,6 +17,10 @@ constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading p
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
 // The rank is read in a process's first samples: an exec soon after the fork may change it.
 constexpr int kRankReads = 3;
+// Kinds are read again after this change, or 1/64 of the process's memory if that is more.
+constexpr uint64_t kLeastChange = 4 * kMiB;
+constexpr int64_t kKindsEveryNs = 100 * kNsPerMs;  // at most
+constexpr int64_t kOldKindsNs = 10 * kNsPerSecond;
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
 constexpr size_t kMostRecent = 256;
 // The Pss of a new process that is this small is read with its first status: that takes at most
@@ -62,6 +68,7 @@ void TreeSampler::sample() {
     case Reading::pss: read_exact(); break;
     case Reading::copies: read_copies(); break;
   }
+  read_kinds(now, cpu_before);
   record_sample(now);
   allowance_.spend(options_.cpu_ns() - cpu_before);
   const double share = allowance_.leaves(kAmpleNs) ? kEarlyDuty : options_.duty / 2;
@@ -115,19 +122,6 @@ void TreeSampler::give_record(TrackedProcess& tracked, double at_s) {
                         .end_s = at_s});
 }
 
-void TreeSampler::add_unseen(int pid, const std::string& name, uint64_t held_bytes) {
-  const int64_t now = clock_.now_ns();
-  read_reports(now);
-  const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
-  processes_.push_back({.pid = pid,
-                        .name = name,
-                        .rank = reported ? reported->rank : std::nullopt,
-                        .begin_s = seconds(now),
-                        .end_s = seconds(now),
-                        .peak_bytes = held_bytes,
-                        .peak_rss_bytes = held_bytes});
-}
-
 void TreeSampler::read_rank(TrackedProcess& tracked) {
   if (!tracked.process || tracked.rank_reads >= kRankReads) return;
   ++tracked.rank_reads;
@@ -170,7 +164,12 @@ void TreeSampler::read_statuses() {
     }
     read_rank(tracked);
   }
-  std::erase_if(tracked_, [](const TrackedProcess& tracked) { return !tracked.status.is_alive; });
+  ended_.clear();
+  const auto end =
+      std::stable_partition(tracked_.begin(), tracked_.end(),
+                            [](const TrackedProcess& tracked) { return tracked.status.is_alive; });
+  std::move(end, tracked_.end(), std::back_inserter(ended_));
+  tracked_.erase(end, tracked_.end());
 }
 
 // Memory came and went since the last reading if VmHWM has grown above both readings.
@@ -251,15 +250,31 @@ TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
 // An exact reading is worth its cost if the tree may hold more than its peak so far, the estimates
 // may be too low, and memory has changed since the last one. It also counts huge pages: for them
 // alone it is made when memory has grown and is steady, and much is left even at the highest cost.
-bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) const {
+bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) {
   const uint64_t step = step_of(sum);
   const bool has_grown = sum > rss_at_exact_ + 4 * step;
-  if (has_grown && is_steady && allowance_.leaves(kAmpleNs, most_cost_ns(sum))) return true;
+  if (has_grown && is_steady && sum > rss_of_small_pages_ + 4 * step &&
+      allowance_.leaves(kAmpleNs, most_cost_ns(sum))) {
+    if (may_have_huge_pages()) return true;
+    rss_of_small_pages_ = sum;
+  }
   if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMostDebtNs : 0)) return false;
   uint64_t estimate = 0;
   for (const TrackedProcess& process : tracked_) estimate += process.held_bytes();
   if (sum <= peak_bytes_ || sum - std::min(sum, estimate) <= step / 2) return false;
   return has_new_copies || has_grown || (is_steady && distance(sum, rss_at_exact_) > step / 2);
+}
+
+// Each small page costs a fault, so memory beyond the faults may be in huge pages (or inherited by
+// a fork). Reading Pss of small pages makes a process wait that maps memory meanwhile.
+bool TreeSampler::may_have_huge_pages() const {
+  uint64_t beyond_faults = 0;
+  for (const TrackedProcess& tracked : tracked_) {
+    const uint64_t pages = tracked.status.rss_anon / kPageBytes;
+    const uint64_t faults = read_minor_faults(tracked.pid, options_.root);
+    beyond_faults += (pages - std::min(pages, faults)) * kPageBytes;
+  }
+  return beyond_faults > step_of(rss_sum());
 }
 
 void TreeSampler::read_pss_of(TrackedProcess& tracked) {
@@ -311,15 +326,47 @@ void TreeSampler::read_copies() {
   }
 }
 
+// Reads the kinds of those processes that have changed most, while the allowed CPU time lasts.
+void TreeSampler::read_kinds(int64_t now, int64_t cpu_before) {
+  std::vector<std::pair<uint64_t, TrackedProcess*>> due;
+  for (TrackedProcess& tracked : tracked_) {
+    const uint64_t rss = tracked.rss_bytes();
+    const uint64_t change = distance(rss, tracked.rss_at_kinds);
+    const int64_t age_ns = now - tracked.kinds_at_ns;
+    if (tracked.may_be_in_parents || change == 0) continue;
+    const bool has_grown = change > std::max(kLeastChange, rss / 64) && age_ns >= kKindsEveryNs;
+    const bool is_old = tracked.kinds && age_ns >= kOldKindsNs;
+    if (has_grown || is_old) due.emplace_back(change, &tracked);
+  }
+  std::sort(due.begin(), due.end(), std::greater<>());
+  for (const auto& [change, tracked] : due) {
+    const int64_t cpu_now = options_.cpu_ns();
+    const int64_t cost = cpu_now - cpu_before + tracked->kinds_cost_ns;
+    if (!allowance_.leaves(kAmpleNs / 2, static_cast<double>(cost))) return;
+    tracked->rss_at_kinds = tracked->rss_bytes();
+    tracked->kinds_at_ns = now;
+    if (auto kinds = read_memory_kinds(tracked->pid, options_.root)) tracked->kinds = *kinds;
+    tracked->kinds_cost_ns = options_.cpu_ns() - cpu_now;
+  }
+}
+
+// The memory of a process by owner, if it holds `held_bytes` now.
+OwnedMemory TreeSampler::divided(TrackedProcess& tracked, uint64_t held_bytes) {
+  const auto reported = reported_ ? reported_->memory_of(tracked.pid) : std::nullopt;
+  return tracked.division(held_bytes,
+                          {.copied_bytes = tracked.copied_bytes,
+                           .shared_bytes = std::min(tracked.pss_shmem, tracked.status.rss_shmem),
+                           .reported = reported ? &*reported : nullptr,
+                           .kinds = tracked.kinds ? &*tracked.kinds : nullptr});
+}
+
 void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {
   const uint64_t held_bytes = tracked.held_bytes();
   sample.held_bytes += held_bytes;
   sample.page_cache_bytes += tracked.status.rss_file;
   const bool is_large = processes_.size() < 8 * kMostProcesses && held_bytes > peak_bytes_ / 64;
   if (!tracked.process && is_large) give_record(tracked, sample.at_s);
-  const auto reported = reported_ ? reported_->memory_of(tracked.pid) : std::nullopt;
-  const OwnedMemory owned =
-      tracked.division(held_bytes, tracked.copied_bytes, reported ? &*reported : nullptr);
+  const OwnedMemory owned = divided(tracked, held_bytes);
   if (!tracked.process) {
     sample.others += owned;
     return;
@@ -330,6 +377,7 @@ void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {
   process.end_s = sample.at_s;
   process.peak_bytes = std::max(process.peak_bytes, held_bytes);
   process.peak_rss_bytes = std::max(process.peak_rss_bytes, tracked.status.peak_rss);
+  const auto reported = reported_ ? reported_->memory_of(tracked.pid) : std::nullopt;
   if (reported && reported->rank) process.rank = reported->rank;
   if (held_bytes > 0)
     sample.shares.push_back({static_cast<uint32_t>(*tracked.process), held_bytes, owned});
@@ -351,15 +399,22 @@ void TreeSampler::record_sample(int64_t now) {
   const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
   peak_at_most_ = std::max(peak_at_most_,
                            std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0));
-  if (sample.held_bytes > peak_bytes_) {
-    peak_bytes_ = sample.held_bytes;
-    peak_at_s_ = sample.at_s;
-    for (WatchedProcess& process : processes_) process.held_at_peak_bytes = 0;
-    for (const TrackedProcess& tracked : tracked_) {
-      if (tracked.process) processes_[*tracked.process].held_at_peak_bytes = tracked.held_bytes();
-    }
-  }
+  note_peak(sample);
   keep(std::move(sample));
+}
+
+// Returns whether the tree holds more in `sample` than in all earlier ones.
+bool TreeSampler::note_peak(const WatchSample& sample) {
+  if (sample.held_bytes <= peak_bytes_) return false;
+  peak_bytes_ = sample.held_bytes;
+  peak_at_s_ = sample.at_s;
+  for (WatchedProcess& process : processes_) process.held_at_peak_bytes = 0;
+  for (const TrackedProcess& tracked : tracked_) {
+    if (!tracked.process) continue;
+    processes_[*tracked.process].held_at_peak_bytes = tracked.held_bytes();
+    processes_[*tracked.process].files_at_peak_bytes = tracked.status.rss_file;
+  }
+  return true;
 }
 
 void TreeSampler::keep(WatchSample sample) {
@@ -367,109 +422,6 @@ void TreeSampler::keep(WatchSample sample) {
   const double begin_s = sample.at_s - static_cast<double>(kRecentNs) / kNsPerSecond;
   recent_.push_back(std::move(sample));
   while (recent_.size() > kMostRecent || recent_.front().at_s < begin_s) recent_.pop_front();
-}
-
-std::vector<int> TreeSampler::alive() const {
-  std::vector<int> pids;
-  for (const TrackedProcess& tracked : tracked_) pids.push_back(tracked.pid);
-  return pids;
-}
-
-const WatchedProcess* TreeSampler::find(int pid) const {
-  const auto at = std::find_if(processes_.rbegin(), processes_.rend(),
-                               [pid](const WatchedProcess& process) { return process.pid == pid; });
-  return at == processes_.rend() ? nullptr : &*at;
-}
-
-const WatchSample::Share* TreeSampler::share_in(const WatchSample& sample, int pid) const {
-  const auto at = std::find_if(
-      sample.shares.begin(), sample.shares.end(),
-      [&](const WatchSample::Share& share) { return processes_[share.process].pid == pid; });
-  return at == sample.shares.end() ? nullptr : &*at;
-}
-
-const WatchSample* TreeSampler::last_with(int pid) const {
-  const auto at = std::find_if(recent_.rbegin(), recent_.rend(), [&](const WatchSample& sample) {
-    return share_in(sample, pid) != nullptr;
-  });
-  return at == recent_.rend() ? nullptr : &*at;
-}
-
-const WatchSample::Share* TreeSampler::last_share(int pid) const {
-  const WatchSample* const sample = last_with(pid);
-  return sample == nullptr ? nullptr : share_in(*sample, pid);
-}
-
-uint64_t TreeSampler::held_by_others(int pid) const {
-  const WatchSample::Share* const share = share_in(last(), pid);
-  return last().held_bytes - (share == nullptr ? 0 : share->bytes);
-}
-
-uint64_t TreeSampler::last_held(int pid) const {
-  if (const WatchSample::Share* const share = last_share(pid)) return share->bytes;
-  const WatchedProcess* const process = find(pid);
-  return process == nullptr ? 0 : process->peak_rss_bytes;
-}
-
-TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
-  Growth most;
-  if (recent_.empty()) return most;
-  const WatchSample* const with = last_with(pid);
-  const WatchSample& end = with == nullptr ? recent_.back() : *with;
-  const double begin_s = end.at_s - static_cast<double>(within_ns) / kNsPerSecond;
-  const auto from = std::find_if(recent_.begin(), recent_.end(),
-                                 [&](const WatchSample& sample) { return sample.at_s >= begin_s; });
-  for (const WatchSample::Share& share : end.shares) {
-    const auto before = std::find_if(
-        from->shares.begin(), from->shares.end(),
-        [&](const WatchSample::Share& other) { return other.process == share.process; });
-    const auto was = before == from->shares.end() ? WatchSample::Share() : *before;
-    if (share.bytes <= was.bytes || share.bytes - was.bytes <= most.bytes) continue;
-    most = {.pid = processes_[share.process].pid,
-            .bytes = share.bytes - was.bytes,
-            .seconds = end.at_s - from->at_s,
-            .owner = share.owned.grown_since(was.owned)};
-  }
-  return most;
-}
-
-TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
-  const WatchSample* const with = last_with(pid);
-  const WatchSample::Share was = with == nullptr ? WatchSample::Share() : *share_in(*with, pid);
-  const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
-  const auto tracked =
-      std::find_if(tracked_.begin(), tracked_.end(),
-                   [pid](const TrackedProcess& candidate) { return candidate.pid == pid; });
-  Division division = tracked == tracked_.end() ? Division() : tracked->division;
-  const uint64_t copied_bytes = tracked == tracked_.end() ? 0 : tracked->copied_bytes;
-  const OwnedMemory owned = division(held_bytes, copied_bytes, reported ? &*reported : nullptr);
-  return {.pid = pid,
-          .bytes = held_bytes - std::min(held_bytes, was.bytes),
-          .seconds = seconds(clock_.now_ns()) - (with == nullptr ? last() : *with).at_s,
-          .owner = owned.grown_since(was.owned)};
-}
-
-WatchedPhase TreeSampler::phase_of(int pid) {
-  read_reports(clock_.now_ns());
-  return reported_ ? reported_->phase_of(pid) : WatchedPhase();
-}
-
-void TreeSampler::finish(WatchRecord& record) {
-  record.peak_bytes = peak_bytes_;
-  record.peak_at_s = peak_at_s_;
-  record.peak_at_most_bytes = peak_at_most_;
-  record.cow_duplicate_bytes = most_copies_;
-  if (reported_) {
-    record.phases = reported_->phases(clock_.now_ns());
-    record.budget_bytes = reported_->budget_bytes();
-  }
-  for (WatchedPhase& phase : record.phases) {
-    const WatchedProcess* const process = find(phase.pid);
-    if (!phase.rank && process != nullptr) phase.rank = process->rank;
-  }
-  record.processes = std::move(processes_);
-  record.processes_left_out = left_out_;
-  record.samples = std::move(timeline_.samples());
 }
 
 }  // namespace modicum

@@ -16,6 +16,10 @@
 // high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
 // where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
 // estimate is too low; the page faults that it costs show that an exact reading is needed.
+//
+// The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
+// after 10 s if it has changed at all; the process that has changed most comes first, while the
+// allowed CPU time lasts.
 #pragma once
 
 #include <algorithm>
@@ -83,9 +87,6 @@ class TreeSampler {
     size_t owner = 0;  // the owner of its memory that grew most
   };
   Growth growth(int64_t within_ns, int pid) const;
-  // The growth of a process since the last sample in which it held memory, if it holds `held_bytes`
-  // now.
-  Growth growth_to(int pid, uint64_t held_bytes) const;
   // As ReportedProcesses::phase_of, after reading the reports.
   WatchedPhase phase_of(int pid);
   const WatchSample& last() const noexcept { return recent_.back(); }
@@ -93,6 +94,12 @@ class TreeSampler {
   // Adds a process that was killed before any sample. Its rank is that of its own report.
   // `held_bytes`: its memory when it was killed.
   void add_unseen(int pid, const std::string& name, uint64_t held_bytes);
+
+  // Adds a sample at which process `pid` was killed: as the last one, but with what the process
+  // held in its own last sample and has gained until its RssAnon + RssShmem were `rss_bytes`
+  // (nullopt: nothing is known). So pages that it shares count as in the samples. Returns its
+  // memory.
+  uint64_t add_kill(int pid, std::optional<uint64_t> rss_bytes);
 
   // Notes that a process was waited for. `peak_rss_bytes`: its ru_maxrss, the highest VmHWM of it
   // or of one of its descendants that have ended.
@@ -113,7 +120,11 @@ class TreeSampler {
     uint64_t faults = 0;        // minor page faults, when last read
     uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
     Division division;          // its state between samples
-    int rank_reads = 0;         // readings of its environment since its name last changed
+    std::optional<MemoryKinds> kinds;
+    uint64_t rss_at_kinds = 0;            // rss_bytes() when `kinds` were read, or could not be
+    int64_t kinds_at_ns = INT64_MIN / 2;  // long ago: never
+    int64_t kinds_cost_ns = kNsPerMs;     // of the last reading
+    int rank_reads = 0;                   // readings of its environment since its name last changed
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
@@ -138,14 +149,20 @@ class TreeSampler {
   void read_rank(TrackedProcess& tracked);
   void give_rank(const TrackedProcess& tracked);
   Reading what_to_read(int64_t now);
-  bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) const;
+  bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies);
+  bool may_have_huge_pages() const;
   bool has_copied(int64_t now);
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
+  void read_kinds(int64_t now, int64_t cpu_before);
   void read_copies();
   void record_sample(int64_t now);
   void record_share(TrackedProcess& tracked, WatchSample& sample);
+  bool note_peak(const WatchSample& sample);
   void keep(WatchSample sample);
+  OwnedMemory divided(TrackedProcess& tracked, uint64_t held_bytes);
+  const TrackedProcess* tracked_of(int pid) const;
+  std::optional<size_t> index_of(int pid) const;
   const WatchSample::Share* share_in(const WatchSample& sample, int pid) const;
   const WatchSample* last_with(int pid) const;
   const WatchSample::Share* last_share(int pid) const;
@@ -158,6 +175,7 @@ class TreeSampler {
   const int64_t begin_ns_;
   std::vector<WatchedProcess> processes_;
   std::vector<TrackedProcess> tracked_;  // the processes alive at the last sample
+  std::vector<TrackedProcess> ended_;    // those that have ended since the sample before
   uint64_t last_pid_ = 0;                // last_pid() when the tree was last walked
   int walks_ = 0;                        // samples since last_pid() has changed
 
@@ -166,12 +184,13 @@ class TreeSampler {
   int64_t pause_ns_ = kShortestPauseNs;
 
   Owed owed_ = Owed::nothing;
-  uint64_t rss_at_exact_ = 0;  // rss_sum() when Pss was last read
-  uint64_t rss_before_ = 0;    // rss_sum() at the last sample
-  int64_t steady_since_ns_;    // rss_sum() has hardly changed since this time
-  int64_t faults_at_ns_ = 0;   // when page faults were last read
-  uint64_t faults_since_ = 0;  // page faults since Pss was last read
-  bool faults_rose_ = false;   // whether processes were copying pages when faults were last read
+  uint64_t rss_at_exact_ = 0;        // rss_sum() when Pss was last read
+  uint64_t rss_of_small_pages_ = 0;  // rss_sum() when may_have_huge_pages() was last false
+  uint64_t rss_before_ = 0;          // rss_sum() at the last sample
+  int64_t steady_since_ns_;          // rss_sum() has hardly changed since this time
+  int64_t faults_at_ns_ = 0;         // when page faults were last read
+  uint64_t faults_since_ = 0;        // page faults since Pss was last read
+  bool faults_rose_ = false;  // whether processes were copying pages when faults were last read
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;

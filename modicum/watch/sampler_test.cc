@@ -22,7 +22,8 @@ namespace {
 // memory of an ended process still counts; owners whose sum is not the memory of the process; a
 // peak between two samples that is not reported; few samples at the beginning; copies are read only
 // if their CPU time is left, or at any cost; shared memory that was freed still counts; the memory
-// of a process counts again for the child that it starts.
+// of a process counts again for the child that it starts; a kill is no sample, or counts shared
+// pages in full; the kinds of a process are read in each sample, or never again.
 
 constexpr int kWatcher = 10;
 
@@ -245,6 +246,18 @@ TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
   EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 90'112 * kKiB) << "the most";
 }
 
+// A fault for each page shows that the pages are small.
+TEST(Sampler, HugePagesAreNotReadWhereThereAreNone) {
+  for (const uint64_t faults : {23'000, 25'000}) {
+    SampledTree tree;
+    tree.put(11, {.anon_kib = 100});
+    tree.sample_after();
+    tree.put(11, {.anon_kib = 100'000, .huge_kib = 4096, .faults = faults});
+    for (int i = 0; i < 10; ++i) tree.sample_after();
+    EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, (faults < 24'000 ? 4096 : 0) * kKiB);
+  }
+}
+
 TEST(Sampler, SharedMemoryThatWasFreedDoesNotCount) {
   SampledTree tree;
   tree.put(11, {.anon_kib = 1'000, .shmem_kib = 30'000});
@@ -397,6 +410,101 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   const OwnedMemory& other = record.samples[0].shares[1].owned;
   EXPECT_EQ(other.bytes(at(WatchOwner::unattributed)), 500 * kKiB);
   for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+// The pages of the heap, which is the only mapping, from its begin on.
+void put_heap(Machine& machine, int pid, uint64_t heap_kib) {
+  machine.put(fmt::format("/proc/{}/maps", pid),
+              "00000000-04000000 rw-p 00000000 00:00 0    [heap]\n");
+  std::vector<uint64_t> entries(64 * kMiB / kPageBytes);
+  std::fill_n(entries.begin(), heap_kib / 4, uint64_t{1} << 63);
+  machine.put(fmt::format("/proc/{}/pagemap", pid),
+              {reinterpret_cast<const char*>(entries.data()), entries.size() * sizeof entries[0]});
+}
+
+// "20000 6000": KiB of the main heap and of large blocks in the last sample, of the process that
+// holds most.
+std::string kinds_in(const WatchSample& sample) {
+  const OwnedMemory& owned = sample.shares.at(0).owned;
+  return fmt::format("{} {}", owned.bytes(owner_of(MemoryKind::malloc_heap)) / kKiB,
+                     owned.bytes(owner_of(MemoryKind::anonymous)) / kKiB);
+}
+
+TEST(Sampler, KindsAreReadAfterGrowthAndAfterTenSeconds) {
+  SampledTree tree;
+  tree.put(11, {.anon_kib = 26'000});
+  put_heap(tree.machine(), 11, 20'000);
+  tree.sample_after();
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 6000");
+  tree.put(11, {.anon_kib = 31'000});
+  put_heap(tree.machine(), 11, 25'000);
+  tree.sample_after();
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 11000") << "not within 0.1 s";
+  tree.sample_after(0.1);
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "25000 6000");
+  tree.put(11, {.anon_kib = 33'000});  // less than 4 MiB, of the kind that grew before
+  put_heap(tree.machine(), 11, 20'000);
+  for (int i = 0; i < 9; ++i) tree.sample_after(1);
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "27000 6000");
+  tree.sample_after(1);
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 13000");
+}
+
+TEST(Sampler, KindsAreNotReadWhenTheAllowedTimeIsUsedUp) {
+  SampledTree tree({}, 100 * kNsPerMs);
+  tree.put(11, {.anon_kib = 1'000});
+  for (int i = 0; i < 4; ++i) tree.sample_after();
+  tree.put(11, {.anon_kib = 26'000});
+  put_heap(tree.machine(), 11, 20'000);
+  for (int i = 0; i < 9; ++i) tree.sample_after();
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "0 0");
+  tree.set_reading_ns(0);
+  tree.sample_after(10'000);  // the allowance grows
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 6000");
+}
+
+// Of 90'000 KiB the two processes share 80'000 since a fork. The kernel's log counts them in full.
+TEST(Sampler, AKillIsASampleOfWhatTheProcessHadGained) {
+  SampledTree tree({.limit_bytes = 300'000 * kKiB});
+  const Process shared{.anon_kib = 90'000, .shared_kib = 80'000, .faults = 10};
+  tree.put(11, shared);
+  tree.put(12, shared);
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  ASSERT_EQ(tree.sampler().last().held_bytes, 100'000 * kKiB);
+  tree.end(12);
+  tree.clock().advance_ns(kNsPerMs);
+  EXPECT_EQ(tree.sampler().add_kill(12, 140'000 * kKiB), 100'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().held_bytes, 150'000 * kKiB);
+  const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond, 12);
+  EXPECT_EQ(growth.pid, 12);
+  EXPECT_EQ(growth.bytes, 50'000 * kKiB);
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.peak_bytes, 150'000 * kKiB);
+  EXPECT_EQ(record.peak_at_most_bytes, 150'000 * kKiB);
+  EXPECT_EQ(record.peak()->held_bytes, record.peak_bytes);
+  EXPECT_EQ(record.processes[1].held_at_peak_bytes, 100'000 * kKiB);
+  for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
+}
+
+// The sample after the death has found the process gone.
+TEST(Sampler, AKillAfterTheNextSampleHasTheMemoryOfTheOneBefore) {
+  SampledTree tree({.limit_bytes = 120'000 * kKiB});
+  tree.put(11, {.anon_kib = 10'000});
+  tree.put(12, {.anon_kib = 80'000});
+  tree.sample_after();
+  tree.end(12);
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().add_kill(12, 100'000 * kKiB), 100'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().held_bytes, 110'000 * kKiB);
+  EXPECT_EQ(tree.sampler().add_kill(12, 900'000 * kKiB), 110'000 * kKiB) << "the limit";
+}
+
+// The limit bounds what may have been held between two samples.
+TEST(Sampler, ThePeakAtMostIsWithinTheLimit) {
+  SampledTree tree({.limit_bytes = 30'000 * kKiB});
+  tree.put(11, {.anon_kib = 20'000, .highest_kib = 50'000});
+  tree.sample_after();
+  EXPECT_EQ(tree.finish().peak_at_most_bytes, 30'000 * kKiB);
 }
 
 TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
