@@ -85,7 +85,7 @@ TEST_F(CommandLine, EachVerbHasItsFlags) {
       {"save", {"--step", "--steps", "--seed", "--shard-size", "--keep", "--grace", "--unused"}},
       {"resume", {"--steps"}},
       {"convert", {"--dtype", "--recipe", "--shard-size", "--sparse"}},
-      {"doctor", {"--pid"}},
+      {"doctor", {"--pid", "--interval"}},
       {"watch", {"--report", "--trace", "--limit", "--compare"}},
       {"load", {"--check", "--digest", "--expect-digest", "--dump"}},
       {"synth", {"--arch", "--layers", "--shard-size", "--dtype", "--sparse", "--edges"}},

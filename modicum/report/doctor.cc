@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "modicum/json/json.h"
 
@@ -28,6 +29,29 @@ void finding_object(JsonWriter& out, const Finding& finding) {
   if (finding.limit_count) out.member("limit_count", *finding.limit_count);
   out.member("severity", severity_name(finding.severity));
   out.member("summary", finding.summary).member("advice", finding.advice).end_object();
+}
+
+void memory_members(JsonWriter& out, const DoctorFacts& facts) {
+  if (facts.after.empty()) return;
+  out.key("memory").begin_array();
+  for (const ProcessKinds& process : facts.after) {
+    out.begin_object().member("pid", process.pid).member("name", printable(process.name));
+    out.key("kinds").begin_object();
+    for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+      out.member(memory_kind_name(static_cast<MemoryKind>(kind)), process.kinds.bytes[kind]);
+    }
+    out.end_object().member("file_bytes", process.kinds.file_bytes).end_object();
+  }
+  out.end_array();
+  if (facts.between_s <= 0) return;
+  const KindsGrowth growth = growth_of(facts);
+  out.key("growth").begin_object().member("seconds", facts.between_s);
+  out.member("bytes_per_s", std::llround(growth.total())).key("kinds").begin_object();
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+    out.member(memory_kind_name(static_cast<MemoryKind>(kind)),
+               std::llround(growth.bytes_per_s[kind]));
+  }
+  out.end_object().end_object();
 }
 
 std::string count_text(const std::vector<Finding>& findings) {
@@ -76,6 +100,7 @@ std::string doctor_json(const DoctorFacts& facts) {
       out.member("shared_bytes", child.shared_bytes).end_object();
     }
     out.end_array();
+    memory_members(out, facts);
   }
   out.key("findings").begin_array();
   for (const Finding& finding : findings_of(facts)) finding_object(out, finding);

@@ -3,6 +3,7 @@
 // public header of `report`.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,6 +20,10 @@ struct DoctorFacts {
   uint64_t oom_kills = 0;
   Settings settings;
   std::optional<Program> program;  // with --pid
+  // The kinds of memory of the program and its descendants, read twice; empty if not read.
+  std::vector<ProcessKinds> before;
+  std::vector<ProcessKinds> after;
+  double between_s = 0;
   std::optional<uint64_t> budget_bytes;
 };
 
@@ -37,6 +42,16 @@ struct Finding {
 
 // Sorted by severity, dangers first.
 std::vector<Finding> findings_of(const DoctorFacts& facts);
+
+// What the processes that are in both readings have gained per second, by kind.
+struct KindsGrowth {
+  std::array<double, kMemoryKinds> bytes_per_s{};
+  const ProcessKinds* most = nullptr;  // in `after`: the process that gained most; null: none did
+
+  double total() const noexcept;
+  MemoryKind largest() const noexcept;
+};
+KindsGrowth growth_of(const DoctorFacts& facts);
 
 std::string doctor_json(const DoctorFacts& facts);
 // With `verbose`, each finding is followed by its advice; otherwise only dangers and warnings are.

@@ -237,15 +237,20 @@ TEST(Findings, From64MibOnExposuresAndHeapsHaveAdviceWithoutAWarning) {
       EXPECT_EQ(advice(id), "nothing to do") << id;
     }
   };
+  const auto put_heaps = [&](uint64_t bytes) {
+    facts.program->arena_heaps = 1;
+    facts.program->kinds[MemoryKind::malloc_heap] = bytes;
+    facts.program->kinds[MemoryKind::malloc_arenas] = bytes;
+  };
   expect_none();
   EXPECT_EQ(summary("fork_exposure"), "nothing is shared with forked children");
   EXPECT_EQ(summary("malloc_arenas"), "nothing in heaps of threads; MALLOC_ARENA_MAX not set");
   EXPECT_EQ(summary("malloc_heap"), "nothing in the main heap");
   facts.program->exposed_bytes = 64 * kMiB - 1;
-  facts.program->heaps = {64 * kMiB - 1, 1, 64 * kMiB - 1};
+  put_heaps(64 * kMiB - 1);
   expect_none();
   facts.program->exposed_bytes = 64 * kMiB;
-  facts.program->heaps = {64 * kMiB, 2, 64 * kMiB};
+  put_heaps(64 * kMiB);
   for (const char* word : {"modicum.torch.protect", "MADV_DONTFORK", "get_context(\"forkserver\")",
                            "\"spawn\"", "DataLoader("}) {
     EXPECT_NE(advice("fork_exposure").find(word), std::string::npos) << word;
@@ -287,10 +292,12 @@ TEST(Findings, ChildrenAreCountedByStartMethod) {
 
 TEST(Findings, LargeHeapsAreWarnings) {
   DoctorFacts facts = training();
-  facts.program->heaps = {500 * kMiB, 7, 2 * kGiB};
+  facts.program->arena_heaps = 7;
+  facts.program->kinds[MemoryKind::malloc_arenas] = 2 * kGiB;
+  facts.program->kinds[MemoryKind::malloc_heap] = 500 * kMiB;
   EXPECT_EQ(text_of(facts, "malloc_arenas"), "warning 2048M");
   EXPECT_EQ(text_of(facts, "malloc_heap"), "info 500M");
-  facts.program->heaps.main_resident_bytes = 3 * kGiB;
+  facts.program->kinds[MemoryKind::malloc_heap] = 3 * kGiB;
   EXPECT_EQ(text_of(facts, "malloc_heap"), "warning 3072M");
   facts.program->arena_max = 2;
   const std::vector<Finding> findings = findings_of(facts);
@@ -299,6 +306,42 @@ TEST(Findings, LargeHeapsAreWarnings) {
   facts.program->allocator = "jemalloc";
   EXPECT_EQ(text_of(facts, "malloc_arenas"), "info jemalloc");
   EXPECT_FALSE(has(facts, "malloc_heap"));
+}
+
+ProcessKinds process_of(int pid, uint64_t heap_mib, uint64_t anonymous_mib) {
+  ProcessKinds process{.pid = pid, .name = "python"};
+  process.kinds[MemoryKind::malloc_heap] = heap_mib * kMiB;
+  process.kinds[MemoryKind::anonymous] = anonymous_mib * kMiB;
+  process.kinds.file_bytes = 80 * kMiB;
+  return process;
+}
+
+// Catches: a process that has begun or ended between the readings counts as growth; the growth of
+// one process hides that another shrinks; the severity ignores the memory left.
+TEST(Findings, GrowthIsThatOfProcessesInBothReadings) {
+  DoctorFacts facts = training();
+  facts.before = {process_of(5, 10, 100), process_of(6, 10, 300), process_of(7, 0, 900)};
+  facts.after = {process_of(5, 10, 120), process_of(6, 14, 380), process_of(8, 0, 5000)};
+  facts.between_s = 2;
+  EXPECT_EQ(text_of(facts, "growth"), "warning 52M of 61440M");
+  const std::vector<Finding> findings = findings_of(facts);
+  EXPECT_EQ(
+      find(findings, "growth").summary,
+      "python (pid 6) grows: 52.00 MiB per second (within 2.0 s), of which anonymous mappings "
+      "50.00 MiB; the 60.00 GiB left (cgroup v2 /job) last for 20 min");
+  EXPECT_NE(find(findings, "growth").advice.find("modicum.memory.attribute"), std::string::npos);
+  EXPECT_EQ(find(findings, "memory_kinds").summary,
+            "5.39 GiB in 3 processes: anonymous mappings 5.37 GiB");
+  facts.limits[0].available_bytes = 10 * kGiB;
+  EXPECT_EQ(text_of(facts, "growth"), "danger 52M of 10240M");
+  facts.limits[0].available_bytes = 8192 * kGiB;
+  facts.limits[1].available_bytes = 8192 * kGiB;
+  EXPECT_EQ(text_of(facts, "growth"), "info 52M of 8388608M");
+  facts.after = facts.before;
+  EXPECT_EQ(find(findings_of(facts), "growth").summary, "nothing grows (within 2.0 s)");
+  facts.between_s = 0;
+  EXPECT_FALSE(has(facts, "growth"));
+  EXPECT_TRUE(has(facts, "memory_kinds"));
 }
 
 TEST(Findings, PinnedBlocksAreRoundedWhereThereIsADevice) {
@@ -366,6 +409,16 @@ TEST(Doctor, JsonHasTheContractsKeys) {
       R"({"pid":7,"name":"python","fork_exposure_bytes":12288,"sharers":[)"
       R"({"pid":8,"ppid":7,"shared_bytes":4096},{"pid":10,"ppid":9,"shared_bytes":8192}],)"
       R"("findings":[)"))
+      << doctor_json(facts);
+  facts.before = {process_of(7, 1, 2)};
+  facts.after = {process_of(7, 1, 4)};
+  facts.between_s = 0.5;
+  EXPECT_NE(doctor_json(facts).find(
+                R"("memory":[{"pid":7,"name":"python","kinds":{"malloc_heap":1048576,)"
+                R"("malloc_arenas":0,"stacks":0,"file_copies":0,"anonymous":4194304,)"
+                R"("shared_memory":0},"file_bytes":83886080}],"growth":{"seconds":0.5,)"
+                R"("bytes_per_s":4194304,"kinds":{"malloc_heap":0,)"),
+            std::string::npos)
       << doctor_json(facts);
 }
 

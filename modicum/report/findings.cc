@@ -310,6 +310,7 @@ std::vector<Finding> findings_of(const DoctorFacts& facts) {
                                                add_shm,      add_locked_memory, add_huge_pages,
                                                add_mappings, add_open_files,    add_address_space};
   Findings found;
+  add_growth_findings(facts, found);
   if (facts.program) add_program_findings(facts, found);
   for (const Rule rule : kOfMachine) rule(facts, found);
   std::stable_sort(found.begin(), found.end(),

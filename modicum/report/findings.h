@@ -14,6 +14,8 @@ using Findings = std::vector<Finding>;
 uint64_t available_bytes(const DoctorFacts& facts);
 // Whether `bytes` is more than 1 GiB or more than a tenth of available_bytes.
 bool is_large(const DoctorFacts& facts, uint64_t bytes);
+// Adds the findings about facts.before and facts.after, if both were read.
+void add_growth_findings(const DoctorFacts& facts, Findings& found);
 // Adds the findings about facts.program, which must be set.
 void add_program_findings(const DoctorFacts& facts, Findings& found);
 

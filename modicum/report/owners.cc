@@ -7,7 +7,7 @@ namespace modicum {
 namespace {
 
 // The purposes of a ledger, the owners of `watch`, of recordings made in Python and of DeepSpeed.
-constexpr std::array<OwnerWords, 19> kOwners = {{
+constexpr std::array<OwnerWords, 25> kOwners = {{
     {"process", "the process itself"},
     {"page_tables", "page tables"},
     {"header", "checkpoint headers"},
@@ -26,6 +26,12 @@ constexpr std::array<OwnerWords, 19> kOwners = {{
     {"retained_heap", "heap kept by malloc"},
     {"unexplained", "unexplained"},
     {"held", "not attributed"},
+    {"malloc_heap", "malloc's main heap"},
+    {"malloc_arenas", "malloc's heaps of threads"},
+    {"stacks", "stacks"},
+    {"file_copies", "written pages of files"},
+    {"anonymous", "anonymous mappings"},
+    {"shared_memory", "shared memory"},
     {"children", "child processes"},
 }};
 

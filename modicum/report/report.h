@@ -362,6 +362,9 @@ std::string watch_page(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
 // That paragraph, as one line; empty without an OOM kill.
 std::string killed_text(const WatchRecord& record);
+// What grew in the command, and what to run next; empty if nothing grew.
+std::string growth_text(const WatchRecord& record);
+std::string next_text(const WatchRecord& record);
 // A document in the Trace Event Format: memory by process and owner, and phases.
 std::string watch_trace(const WatchRecord& record);
 

@@ -181,7 +181,7 @@ std::string cause_of(const WatchRecord& record) {
 
 std::string peak_cause(const WatchRecord& record) {
   if (!record.may_have_missed_peak()) return cause_of(record);
-  return fmt::format("{}; between two samples the tree may have held up to {} (VmHWM)",
+  return fmt::format("{}; between two samples the peak may have been higher, at most {} (VmHWM)",
                      cause_of(record), format_size(record.peak_at_most_bytes));
 }
 

@@ -1,8 +1,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 
 #include "modicum/json/json.h"
+#include "modicum/report/growth.h"
 #include "modicum/report/owners.h"
 #include "modicum/report/report.h"
 #include "modicum/report/timeline.h"
@@ -59,6 +62,7 @@ void processes_member(JsonWriter& out, const WatchRecord& record) {
         .member("name", process.name);
     out.member("rank", process.rank).member("peak_bytes", process.peak_bytes);
     out.member("held_at_peak_bytes", process.held_at_peak_bytes);
+    out.member("files_at_peak_bytes", process.files_at_peak_bytes);
     out.member("cow_duplicate_bytes", process.cow_duplicate_bytes).key("forked_from");
     if (process.forked_from != 0) {
       out.value(process.forked_from);
@@ -70,6 +74,21 @@ void processes_member(JsonWriter& out, const WatchRecord& record) {
     out.member("begin_s", process.begin_s).member("end_s", process.end_s).end_object();
   }
   out.end_array().member("processes_left_out", record.processes_left_out);
+}
+
+void growth_member(JsonWriter& out, const WatchRecord& record) {
+  out.key("growth");
+  const auto growth = growth_in(record);
+  if (!growth) {
+    out.null();
+    return;
+  }
+  const WatchedProcess& process = *growth->process;
+  out.begin_object().member("pid", process.pid).member("name", process.name);
+  out.member("rank", process.rank).member("owner", watch_owner_name(growth->owner));
+  out.member("bytes_per_s", std::llround(growth->bytes_per_s));
+  out.member("owner_bytes_per_s", std::llround(growth->owner_bytes_per_s));
+  out.member("seconds", growth->seconds).end_object();
 }
 
 double seconds(uint64_t microseconds) { return static_cast<double>(microseconds) / 1e6; }
@@ -97,6 +116,33 @@ std::string pressure_text(const WatchRecord& record) {
 std::string huge_pages_text(const WatchedProcess& process) {
   const uint64_t bytes = process.huge_page_bytes.value_or(0);
   return bytes == 0 ? "" : fmt::format(", up to {} in huge pages", format_size(bytes));
+}
+
+// The owners of a process's memory at the tree's peak, the largest first, and the files that it
+// maps.
+std::string owners_text(const WatchRecord& record, const WatchedProcess& process) {
+  constexpr size_t kMostOwners = 4;
+  const WatchSample* const peak = record.peak();
+  std::vector<std::pair<uint64_t, size_t>> largest;
+  if (peak != nullptr) {
+    for (const WatchSample::Share& share : peak->shares) {
+      if (&record.processes[share.process] != &process) continue;
+      for (size_t owner = 0; owner < kWatchOwners; ++owner) {
+        const uint64_t bytes = share.owned.bytes(owner);
+        if (bytes >= kMiB && bytes >= share.bytes / 50) largest.emplace_back(bytes, owner);
+      }
+    }
+  }
+  std::sort(largest.begin(), largest.end(), std::greater<>());
+  if (largest.size() > kMostOwners) largest.resize(kMostOwners);
+  std::string text;
+  for (const auto& [bytes, owner] : largest) {
+    if (owner == static_cast<size_t>(WatchOwner::unattributed)) continue;
+    text += fmt::format("{} {} {}", text.empty() ? ":" : ",", owner_words(watch_owner_name(owner)),
+                        format_size(bytes));
+  }
+  if (process.files_at_peak_bytes < 16 * kMiB) return text;
+  return text + fmt::format("; maps {} of files", format_size(process.files_at_peak_bytes));
 }
 
 // The processes, sorted by their memory at the tree's peak, the largest first.
@@ -150,6 +196,36 @@ std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
 
 }  // namespace
 
+std::string growth_text(const WatchRecord& record) {
+  const auto growth = growth_in(record);
+  if (!growth) return "";
+  const auto rate = [](double bytes_per_s) {
+    return format_size(static_cast<uint64_t>(std::max(0.0, bytes_per_s)));
+  };
+  return fmt::format(
+      "{} grew by {} per second for the last {:.1f} s before its peak, of which {} {}",
+      name_of(*growth->process), rate(growth->bytes_per_s), growth->seconds,
+      owner_words(watch_owner_name(growth->owner)), rate(growth->owner_bytes_per_s));
+}
+
+std::string next_text(const WatchRecord& record) {
+  const auto growth = growth_in(record);
+  if (!growth && !record.killed) return "";
+  const int pid = growth ? growth->process->pid : record.killed->pid;
+  size_t owner = growth ? growth->owner : kWatchOwners;
+  if (!growth) {  // the owner that grew last before the kill
+    for (size_t o = 0; o < kWatchOwners; ++o) {
+      if (watch_owner_name(o) == record.killed->grew_owner) owner = o;
+    }
+  }
+  const std::string step = owner < kWatchOwners ? next_step(owner, pid) : "";
+  if (step.empty()) return "";
+  return fmt::format(
+      "{}; while the command runs, `modicum doctor --pid PID` tells what grows "
+      "(docs/guide/killed.md)",
+      step);
+}
+
 std::string watch_json(const WatchRecord& record) {
   JsonWriter out;
   out.begin_object().key("command").begin_array();
@@ -160,6 +236,8 @@ std::string watch_json(const WatchRecord& record) {
   out.member("limit_bytes", record.limit_bytes);
   processes_member(out, record);
   killed_member(out, record);
+  growth_member(out, record);
+  text_or_null(out, "next", next_text(record));
   timeline_members(out, record);
   pressure_member(out, record);
   out.member("left_running", record.left_running);
@@ -175,7 +253,15 @@ std::string watch_page(const WatchRecord& record) {
     command += fmt::format("{}{}", command.empty() ? "" : " ", printable(word));
   }
   const PageRun run{command, document};
-  return report_page("modicum watch", std::span(&run, 1), {.sentence = killed_text(record)});
+  std::string sentence;
+  const auto add = [&sentence](const std::string& text) {
+    if (text.empty()) return;
+    sentence += (sentence.empty() ? "" : " ") + text + (text.ends_with('.') ? "" : ".");
+  };
+  add(killed_text(record));
+  add(growth_text(record));
+  if (const std::string next = next_text(record); !next.empty()) add("Next: " + next);
+  return report_page("modicum watch", std::span(&run, 1), {.sentence = sentence});
 }
 
 std::string killed_text(const WatchRecord& record) {
@@ -210,14 +296,17 @@ std::string watch_text(const WatchRecord& record) {
   size_t lines = 0;
   for (const WatchedProcess* const process : largest(record)) {
     if (process->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
-    text += fmt::format("  {:>12}  {}{}\n", format_size(process->held_at_peak_bytes),
-                        name_of(*process), huge_pages_text(*process));
+    text +=
+        fmt::format("  {:>12}  {}{}\n", format_size(process->held_at_peak_bytes), name_of(*process),
+                    owners_text(record, *process) + huge_pages_text(*process));
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {
     text += fmt::format("{} process(es) of the command are still running\n", record.left_running);
   }
   if (record.killed) text += fmt::format("killed: {}\n", killed_text(record));
+  if (const std::string growth = growth_text(record); !growth.empty()) text += growth + "\n";
+  if (const std::string next = next_text(record); !next.empty()) text += "next: " + next + "\n";
   return text + fmt::format("watching took {:.2f} s of CPU time and {}\n", record.cpu_s,
                             format_size(record.watcher_peak_bytes));
 }

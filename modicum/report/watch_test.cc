@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "modicum/report/growth.h"
 #include "modicum/report/owners.h"
 #include "modicum/report/report.h"
 #include "modicum/report/timeline.h"
@@ -15,7 +16,8 @@ namespace {
 // Catches: a process has memory before it began; a promise counts outside of its phase; the peak is
 // explained by a process that did not hold most; a comparison names an owner or phase that does not
 // differ; a document of another program is accepted; an owner is named by its key instead of words;
-// a worker process is labelled as its rank.
+// a worker process is labelled as its rank; a peak long ago, or memory that comes and goes, counts
+// as growth; the advice is that of another kind.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -126,8 +128,76 @@ TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
   EXPECT_EQ(peak_cause(record).find("between two samples"), std::string::npos);
   record.peak_at_most_bytes += 1;
   EXPECT_TRUE(peak_cause(record).ends_with(
-      "; between two samples the tree may have held up to 4.10 MiB (VmHWM)"));
-  EXPECT_NE(watch_text(record).find("up to 4.10 MiB"), std::string::npos);
+      "; between two samples the peak may have been higher, at most 4.10 MiB (VmHWM)"));
+  EXPECT_NE(watch_text(record).find("at most 4.10 MiB"), std::string::npos);
+  record.killed = {.pid = 6, .name = "modicum-rank-0"};
+  EXPECT_EQ(watch_text(record).find("at most 4.10 MiB"), std::string::npos)
+      << "the kill has its own figure";
+}
+
+// Ten seconds of a process whose heap grows by `heap_mib` per second, whose blocks are 100 MiB, and
+// which is at its peak at `peak_s`; another process is at rest.
+WatchRecord growing(double heap_mib, double peak_s = 10) {
+  WatchRecord record{.command = {"python", "train.py"}, .elapsed_s = 10};
+  record.processes = {{.pid = 7, .name = "python", .end_s = 10, .held_at_peak_bytes = 140 * kMiB},
+                      {.pid = 8, .name = "idle", .end_s = 10}};
+  for (int i = 0; i <= 50; ++i) {
+    const double at_s = 0.2 * i;
+    const auto heap_kib = static_cast<uint32_t>(at_s > peak_s ? 0 : heap_mib * at_s * 1024);
+    WatchSample sample{.at_s = at_s};
+    add(sample, 0,
+        owned({{owner_of(MemoryKind::malloc_heap), heap_kib},
+               {owner_of(MemoryKind::anonymous), 100 * 1024}}));
+    add(sample, 1, owned({{at(WatchOwner::unattributed), 900 * 1024}}));
+    record.samples.push_back(sample);
+  }
+  record.peak_bytes = record.peak()->held_bytes;
+  return record;
+}
+
+TEST(WatchReport, NamesWhatGrowsAndWhatToRunNext) {
+  const WatchRecord record = growing(8);
+  EXPECT_EQ(
+      growth_text(record),
+      "python (pid 7) grew by 8.00 MiB per second for the last 5.0 s before its peak, of which "
+      "malloc's main heap 8.00 MiB");
+  const std::string text = watch_text(record);
+  EXPECT_NE(text.find(growth_text(record) + "\nnext: blocks below"), std::string::npos) << text;
+  EXPECT_NE(text.find("140.00 MiB  python (pid 7): anonymous mappings 100.00 MiB, malloc's main "
+                      "heap 80.00 MiB\n"),
+            std::string::npos)
+      << text;
+  const std::string json = watch_json(record);
+  EXPECT_NE(json.find(R"("growth":{"pid":7,"name":"python","rank":null,"owner":"malloc_heap",)"
+                      R"("bytes_per_s":8388608,"owner_bytes_per_s":8388608,"seconds":5)"),
+            std::string::npos)
+      << json;
+}
+
+TEST(WatchReport, WhatIsSteadyOrRoseOnceDoesNotGrow) {
+  EXPECT_EQ(growth_text(growing(0)), "");
+  EXPECT_EQ(growth_text(growing(2)), "") << "10 MiB within 5 s";
+  EXPECT_EQ(growth_text(growing(80, 4)), "") << "the peak was long ago";
+  WatchRecord record = growing(8);
+  for (size_t s = 0; s < record.samples.size(); s += 2) {  // garbage that is collected
+    record.samples[s].shares[0].owned.kib[owner_of(MemoryKind::anonymous)] = 400 * 1024;
+  }
+  EXPECT_EQ(growth_text(record), "");
+  EXPECT_EQ(watch_text(record).find("next:"), std::string::npos);
+  EXPECT_NE(watch_json(record).find(R"("growth":null,"next":null)"), std::string::npos);
+}
+
+TEST(WatchReport, AfterAKillWithoutSteadyGrowthNextIsOfTheOwnerThatGrewLast) {
+  WatchRecord record = growing(0);
+  record.killed = {.pid = 7, .name = "python", .grew_owner = "shared_memory", .grew_bytes = 5};
+  EXPECT_TRUE(next_text(record).starts_with("batches of data-loader workers"));
+  record.killed->grew_owner = "shards";
+  EXPECT_EQ(next_text(record), "");
+  for (size_t owner = 0; owner < kWatchOwners; ++owner) {
+    const bool is_advised =
+        owner >= owner_of(MemoryKind{}) || owner == at(WatchOwner::copies_since_fork);
+    EXPECT_EQ(next_step(owner, 7).empty(), !is_advised) << watch_owner_name(owner);
+  }
 }
 
 TEST(WatchReport, HasHugePagesAndLongWaits) {

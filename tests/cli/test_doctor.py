@@ -176,7 +176,7 @@ def shared_dirty(pid: int) -> int:
 
 def test_fork_exposure_is_what_children_may_still_copy(modicum: Path, tmp_path: Path) -> None:
     with running(tmp_path, FORKS) as (pid, children):
-        document = run_json(modicum, "doctor", "--pid", pid)
+        document = run_json(modicum, "doctor", "--pid", pid, "--interval", 0)
         in_kernel = shared_dirty(pid)
     found = findings_of(document)
     exposed = document["fork_exposure_bytes"]
@@ -196,7 +196,7 @@ def test_fork_exposure_is_what_children_may_still_copy(modicum: Path, tmp_path: 
 @pytest.mark.parametrize("method", ("fork", "spawn", "forkserver"))
 def test_the_start_method_of_workers_is_found(modicum: Path, tmp_path: Path, method: str) -> None:
     with running(tmp_path, WORKERS, method) as (pid, workers):
-        document = run_json(modicum, "doctor", "--pid", pid)
+        document = run_json(modicum, "doctor", "--pid", pid, "--interval", 0)
     assert findings_of(document)["start_method"]["value"] == method
     assert f"3 by {method}" in findings_of(document)["start_method"]["summary"]
     sharers = {sharer["pid"]: sharer["ppid"] for sharer in document["sharers"]}
@@ -207,9 +207,9 @@ def test_the_start_method_of_workers_is_found(modicum: Path, tmp_path: Path, met
 def test_arenas_of_malloc_are_found(modicum: Path, tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     with running(tmp_path, ARENAS, env=clean) as (pid, _):
-        many = findings_of(run_json(modicum, "doctor", "--pid", pid))
+        many = findings_of(run_json(modicum, "doctor", "--pid", pid, "--interval", 0))
     with running(tmp_path, ARENAS, env={**clean, "MALLOC_ARENA_MAX": "1"}) as (pid, _):
-        one = findings_of(run_json(modicum, "doctor", "--pid", pid))
+        one = findings_of(run_json(modicum, "doctor", "--pid", pid, "--interval", 0))
     assert 128 * MIB <= many["malloc_arenas"]["value"] <= 140 * MIB
     assert "MALLOC_ARENA_MAX not set" in many["malloc_arenas"]["summary"]
     assert one["malloc_arenas"]["value"] == 0
@@ -217,9 +217,32 @@ def test_arenas_of_malloc_are_found(modicum: Path, tmp_path: Path) -> None:
     assert one["malloc_heap"]["value"] - many["malloc_heap"]["value"] >= 100 * MIB
 
 
+GROWS = """
+import select, sys
+print(flush=True)
+held = []
+while not select.select([sys.stdin], [], [], 0.05)[0]:
+    held.append(bytearray(b"x") * (4 << 20))
+"""
+
+
+def test_what_grows_is_found_between_two_readings(modicum: Path, tmp_path: Path) -> None:
+    with running(tmp_path, GROWS) as (pid, _):
+        document = run_json(modicum, "doctor", "--pid", pid, "--interval", 1)
+    growth = document["growth"]
+    assert growth["seconds"] >= 1
+    assert growth["bytes_per_s"] == pytest.approx(growth["kinds"]["anonymous"], rel=0.1)
+    assert 8 * MIB < growth["bytes_per_s"] < 90 * MIB
+    found = findings_of(document)["growth"]
+    assert found["value"] == pytest.approx(growth["bytes_per_s"], abs=2)
+    assert f"(pid {pid}) grows: " in found["summary"] and "anonymous mappings" in found["summary"]
+    (process,) = document["memory"]
+    assert process["pid"] == pid and process["kinds"]["anonymous"] > 4 * MIB
+
+
 def test_limits_are_those_of_the_process(modicum: Path, tmp_path: Path) -> None:
     with running(tmp_path, WORKERS, "fork", preexec_fn=limit_open_files) as (pid, _):
-        found = findings_of(run_json(modicum, "doctor", "--pid", pid))
+        found = findings_of(run_json(modicum, "doctor", "--pid", pid, "--interval", 0))
     assert found["nofile"]["limit_count"] == 1000
     assert 3 <= found["nofile"]["value"] < 100
     assert found["max_map_count"]["value"] > 20
@@ -233,7 +256,7 @@ def test_the_limit_is_that_of_the_cgroup_of_the_process(modicum: Path) -> None:
         out, _ = inside.communicate(timeout=60)
         other = group.start("sleep", "60")
         try:
-            outside = run(modicum, "doctor", "--pid", other.pid, "--json").stdout
+            outside = run(modicum, "doctor", "--pid", other.pid, "--interval", 0, "--json").stdout
         finally:
             other.kill()
             other.communicate(timeout=60)

@@ -2,12 +2,13 @@
 memory of each process over time, divided by its purpose (the owner), the phases, and the promise.
 `--trace` and `--compare` use these records.
 
-Catches: the owners do not add up to the peak; a rank reports nothing, or the promise of another
-rank; a kill has no phase or no owner; a trace has no counters; a comparison blames an owner that is
-equal in both runs; `watch` costs much CPU time or memory.
+Catches: the owners do not add up to the peak; a kind of memory counts as another; a rank reports
+nothing, or the promise of another rank; a kill has no phase or no owner; a trace has no counters; a
+comparison blames an owner that is equal in both runs; `watch` costs much CPU time or memory.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,73 @@ def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path
     assert any("moments" in track["owners"] for track in document["timeline"]["tracks"])
 
 
-def test_a_program_that_reports_nothing_has_one_owner(modicum: Path) -> None:
-    script = "test -e $MODICUM_WATCH && sleep 0.3"
-    done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
-    assert done.code == 0
+# Holds 60 MiB of each kind: small blocks in malloc's main heap and in that of a thread, a large
+# block, shared memory, and pages of the file in argv[1] that it writes.
+KINDS = """
+import ctypes, mmap, sys, threading, time
+SIZE = 60 << 20
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+def blocks():
+    for _ in range(SIZE // 65536): ctypes.memset(malloc(65536), 1, 65536)
+blocks()
+thread = threading.Thread(target=blocks)
+thread.start()
+thread.join()
+def written(*where, flags):
+    mapped = mmap.mmap(*where, SIZE, flags=flags)
+    for at in range(0, len(mapped), 4096): mapped[at] = 1
+    return mapped
+file = open(sys.argv[1], "r+b")
+held = [
+    written(-1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    written(-1, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+    written(file.fileno(), flags=mmap.MAP_PRIVATE),
+]
+time.sleep(1)
+"""
+KIND_NAMES = ("malloc_heap", "malloc_arenas", "file_copies", "anonymous", "shared_memory")
+
+
+def test_a_program_that_reports_nothing_is_divided_by_kind(modicum: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mapped"
+    with file.open("wb") as opened:
+        opened.truncate(60 * MIB)
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", KINDS, file)
+    assert done.code == 0, done.stderr
     timeline = done.json["timeline"]
     assert timeline["phases"] == []
-    assert {owner for track in timeline["tracks"] for owner in track["owners"]} == {"held"}
     assert max(totals(timeline)) == done.json["peak_bytes"]
+    (track,) = timeline["tracks"]
+    assert {"stacks", *KIND_NAMES} <= track["owners"].keys() <= {"held", "stacks", *KIND_NAMES}
+    last = max(at for at, total in enumerate(totals(timeline)) if total > 300 * MIB)
+    for kind in KIND_NAMES:
+        assert 56 * MIB <= track["owners"][kind][last] < 80 * MIB, kind
+    text = run(modicum, "watch", "--", sys.executable, "-c", KINDS, file).stderr
+    for words in ("malloc's main heap ", "anonymous mappings ", "written pages of files "):
+        assert words in text
+
+
+GROWS = """
+import time
+held = []
+for _ in range(40):
+    held.append(bytearray(b"x") * (4 << 20))
+    time.sleep(0.05)
+"""
+
+
+def test_what_grows_is_named_with_its_rate(modicum: Path) -> None:
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", GROWS)
+    growth = done.json["growth"]
+    assert growth["pid"] == done.json["processes"][0]["pid"]
+    assert growth["owner"] == "anonymous"
+    assert 0.3 * (4 * MIB / 0.05) < growth["bytes_per_s"] < 1.1 * (4 * MIB / 0.05)
+    assert "modicum.memory.attribute" in done.json["next"]
+    still = run(
+        modicum, "watch", "--json", "--", sys.executable, "-c", "import time; time.sleep(2)"
+    )
+    assert (still.json["growth"], still.json["next"]) == (None, None)
 
 
 @pytest.mark.parametrize("times", (1, pytest.param(20, marks=pytest.mark.soak)))

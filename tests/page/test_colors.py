@@ -32,7 +32,8 @@ VISIONS = {
 # From the bottom of the stacked chart to its top, without owners whose areas are always thin.
 OWNERS = (
     "process", "shards", "window", "master", "grad", "moments", "staging", "snapshot",
-    "copies_since_fork", "retained_heap", "unexplained", "held",
+    "copies_since_fork", "retained_heap", "unexplained", "held", "malloc_heap", "malloc_arenas",
+    "file_copies", "anonymous", "shared_memory",
 )  # fmt: skip
 # The same of DeepSpeed's forecast on a plan's page.
 OWNERS_OF_DEEPSPEED = (

@@ -231,7 +231,8 @@ def test_two_runs_have_one_scale_and_one_legend(chromium: Any, two: Path) -> Non
         assert ranges[0] == ranges[1]
         assert view.page.locator("#owners").count() == 1
         assert view.page.inner_text("#sentence").startswith("B holds less")
-        assert view.page.locator("h2").all_inner_texts() == ["A.json", "B.json"]
+        titles = view.page.locator("h2").all_inner_texts()
+        assert titles == [f"torchrun {HOSTILE} (A.json)", "torchrun (B.json)"]
         areas = [view.painted(at)[COLORS["shards"]] for at in (0, 1)]
         # Each of the two ranks of A grows four times as fast as the one rank of B.
         assert areas[0] > 4 * areas[1] > 0

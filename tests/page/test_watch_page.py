@@ -85,7 +85,8 @@ def test_the_page_compares_two_runs(chromium: Any, modicum: Path, tmp_path: Path
     with shown(chromium, page) as view:
         assert view.errors == []
         assert view.page.inner_text("#sentence") == comparison["sentence"]
-        assert view.page.locator("h2").all_inner_texts() == ["a.json", "b.json"]
+        titles = view.page.locator("h2").all_inner_texts()
+        assert titles == ["torchrun (a.json)", "torchrun (b.json)"]
 
 
 def test_a_page_changes_nothing_of_a_load(

@@ -273,19 +273,22 @@ function named(mark, text) {
   return made;
 }
 
-// The legend of all charts.
+// The legend of all charts, without rows of 0 B.
 function fill_owners(runs) {
   const owners = ordered(new Set(runs.flatMap((run) => run.owners)));
   const is_one = runs.length === 1;
-  const head = ["owner", ...runs.map((run) => (is_one ? "at the peak" : `${run.label}, at its peak`))];
+  const head = ["owner", ...runs.map((run) => (is_one ? "at the peak" : `${run.name}, at its peak`))];
   if (is_one) head.push("highest");
   const line_of = (mark, text, values_of) => {
-    const values = runs.map(values_of);
+    const values = runs.map((run) => values_of(run) ?? []);
+    const highest = values.map((of) => Math.max(0, ...of));
+    if (highest.every((bytes) => bytes === 0)) return null;
     const cells = values.map((of, at) => {
-      const bytes = of?.[runs[at].at_peak] ?? null;
-      return bytes === null ? "" : size(bytes);
+      const bytes = of[runs[at].at_peak];
+      if (bytes || !highest[at]) return bytes ? size(bytes) : "";
+      return is_one ? "" : `up to ${size(highest[at])}`;  // another moment than the peak
     });
-    if (is_one) cells.push(values[0] ? size(Math.max(0, ...values[0])) : "");
+    if (is_one) cells.push(size(highest[0]));
     return row([named(mark, text), ...cells]);
   };
   const rows = owners.reverse().map((owner) =>  // the top of the stack first
@@ -302,7 +305,7 @@ function fill_owners(runs) {
     const of = (run) => run.curves.find((curve) => curve.name === name)?.bytes;
     rows.unshift(line_of(swatch("line", "3px dotted var(--muted)"), name, of));
   }
-  fill(document.querySelector("#owners table"), "Bytes by owner", head, rows);
+  fill(document.querySelector("#owners table"), "Bytes by owner", head, rows.filter(Boolean));
 }
 
 function fill_samples(run) {
@@ -341,11 +344,17 @@ function ordered(owners) {
   return [...known, ...[...owners].filter((owner) => !(owner in OWNERS)).sort()];
 }
 
+// The command; with the file's name if the run is called by that.
+function title_of({ document: { command }, label }) {
+  const words_of = command?.join(" ") ?? label;
+  return words_of === label ? label : `${words_of} (${label})`;
+}
+
 // A run of the document with the values that are derived from it. `line` is its timeline. start()
 // adds `at`, its section of the page, and `graph`.
-function run_of(document_, label) {
-  const line = document_.timeline;
-  const run = { document: document_, label, line, has_steps: line.axis === "phases", chosen: 0 };
+function run_of(of) {
+  const line = of.document.timeline;
+  const run = { document: of.document, name: of.label, label: title_of(of), line, has_steps: line.axis === "phases", chosen: 0 };
   run.shown = line.tracks.map(() => true);
   const holding = line.tracks.flatMap((track) => Object.entries(track.owners))
     .filter(([, values]) => values.some((bytes) => bytes > 0));
@@ -412,7 +421,7 @@ function fill_text() {
 
 function start() {
   fill_text();
-  const runs = page.runs.map((of) => run_of(of.document, of.label));
+  const runs = page.runs.map(run_of);
   const top = Math.max(...runs.map((run) => run.top));
   const place = document.getElementById("runs");
   place.classList.toggle("several", runs.length > 1);
