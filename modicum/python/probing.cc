@@ -1,5 +1,6 @@
 // The memory of this process and its children, as the kernel reports it.
 #include <nanobind/stl/pair.h>
+#include <unistd.h>
 
 #include <utility>
 #include <vector>
@@ -36,6 +37,17 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
   return dict_of("processes"_a = processes, "ranges"_a = range_list, "rest"_a = as_pair(tree.rest));
 }
 
+nb::dict memory_kinds() {
+  const auto read = without_the_lock([] { return read_memory_kinds(static_cast<int>(getpid())); });
+  nb::dict kinds;
+  if (!read) return kinds;
+  for (size_t at = 0; at < kMemoryKinds; ++at) {
+    const std::string_view name = memory_kind_name(static_cast<MemoryKind>(at));
+    kinds[nb::str(name.data(), name.size())] = read->bytes[at];
+  }
+  return kinds;
+}
+
 }  // namespace
 
 void define_probe(nb::module_& module) {
@@ -59,6 +71,9 @@ void define_probe(nb::module_& module) {
   module.def(
       "descendants", [](int pid) { return descendants(pid); }, "pid"_a = 0,
       "The pids of all descendants of a process. `pid` 0: this process.");
+  module.def("memory_kinds", memory_kinds,
+             "The resident bytes of this process by kind; shared pages count in full. Empty where "
+             "/proc/self/pagemap can't be read.");
   module.def("tree_memory", tree_memory, "ranges"_a, "pid"_a = 0,
              R"(The memory of a process and its descendants, by ranges of its addresses.
 

@@ -69,6 +69,15 @@ def test_copies_are_attributed_to_their_owner() -> None:
     assert who.total_bytes - shared == pytest.approx(tree, rel=0.01)
 
 
+def test_without_parameters_there_are_no_bytes_per_parameter() -> None:
+    who = memory.attribute({"history": [torch.ones(BIG)]})
+    assert who.params == 0
+    assert "B/param" not in who.text() and "parameters" not in who.text()
+    assert "history                              40.0              0.0" in who.text()
+    assert who.kinds["anonymous"] > 40 * MIB
+    assert f"by kind: anonymous {who.kinds['anonymous'] / MIB:.1f}" in who.text()
+
+
 def test_every_byte_has_an_owner() -> None:
     gc.collect()
     before = memory.held()

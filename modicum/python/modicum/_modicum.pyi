@@ -915,6 +915,11 @@ def granted_cpus() -> int:
 def descendants(pid: int = 0) -> list[int]:
     """The pids of all descendants of a process. `pid` 0: this process."""
 
+def memory_kinds() -> dict:
+    """
+    The resident bytes of this process by kind; shared pages count in full. Empty where /proc/self/pagemap can't be read.
+    """
+
 def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
     """
     The memory of a process and its descendants, by ranges of its addresses.

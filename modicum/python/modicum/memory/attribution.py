@@ -3,8 +3,8 @@ and memory without a tensor. The rest is the baseline, or unexplained."""
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from modicum import _modicum
@@ -19,6 +19,7 @@ from modicum.memory.holders import (
     holdings,
 )
 
+_MIB = 1 << 20
 _ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS)
 
 
@@ -39,7 +40,8 @@ class Attribution:
     """The owners of the memory that a process and its children hold."""
 
     params: int
-    """The number of this rank's parameters: the divisor of bytes per parameter."""
+    """The number of this rank's parameters: the divisor of bytes per parameter; 0 if no source has
+    parameters."""
     owners: tuple[Owner, ...]
     """In this order: master, gradient, moments, staging, offloaded weights, weights; other tensors;
     ledgers; memory without a tensor ("process, otherwise": copies; "children's own"; "shared
@@ -54,6 +56,10 @@ class Attribution:
     processes: int
     forked: int
     """The number of these processes that were forked from the first one without an exec."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """The resident bytes of this process by kind, of tensors and of all else: `malloc_heap`,
+    `malloc_arenas`, `stacks`, `file_copies`, `anonymous` and `shared_memory`, as `modicum watch`
+    reports them."""
 
     def __getitem__(self, name: str) -> Owner:
         """The owner of this name; an owner of 0 bytes if there is none."""
@@ -88,21 +94,35 @@ class Attribution:
             "baseline_bytes": self.baseline_bytes,
             "unexplained_bytes": self.unexplained_bytes,
             "total_bytes": self.total_bytes,
+            "kinds": dict(self.kinds),
         }
 
     def text(self) -> str:
-        """A table: MiB and bytes per parameter, held and copied."""
+        """A table in MiB, held and copied; with parameters also in bytes per parameter. Then the
+        kinds of memory of this process."""
         processes = f"{self.processes} processes, {self.forked} of them forked"
-        lines = [f"{self.params:,} parameters, {processes}"]
-        lines += [f"{'':24}{'held':>21}{'copied by forks':>21}"]
-        lines.append(f"{'':24}{'MiB':>11}{'B/param':>10}{'MiB':>11}{'B/param':>10}")
+        if self.params:
+            lines = [f"{self.params:,} parameters, {processes}"]
+            lines += [f"{'':24}{'held':>21}{'copied by forks':>21}"]
+            lines.append(f"{'':24}{'MiB':>11}{'B/param':>10}{'MiB':>11}{'B/param':>10}")
+        else:
+            lines = [processes, f"{'in MiB':24}{'held':>17}{'copied by forks':>17}"]
         rows = [(owner.name, owner.held_bytes, owner.copied_bytes) for owner in self.owners]
         rows += [("before", self.baseline_bytes, 0), ("unexplained", self.unexplained_bytes, 0)]
         rows.append(("total", self.total_bytes - self.copied_bytes, self.copied_bytes))
         for name, *sizes in rows:
-            figures = (f"{size / (1 << 20):>11.1f}{self.per_param(size):>10.3f}" for size in sizes)
-            lines.append(f"{name:24}{''.join(figures)}")
+            lines.append(f"{name:24}{''.join(map(self._figures, sizes))}")
+        if self.kinds:
+            largest = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+            kinds = (f"{name} {size / _MIB:.1f}" for name, size in largest if size >= _MIB)
+            lines.append(f"this process by kind: {', '.join(kinds)}")
         return "\n".join(lines)
+
+    def _figures(self, size: int) -> str:
+        """The cells of one size in the table."""
+        if not self.params:
+            return f"{size / _MIB:>17.1f}"
+        return f"{size / _MIB:>11.1f}{self.per_param(size):>10.3f}"
 
     __str__ = text
 
@@ -175,6 +195,7 @@ def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Att
         total_bytes=total,
         processes=len(tree["processes"]),
         forked=sum(process["forked"] for process in tree["processes"]),
+        kinds=_modicum.memory_kinds(),
     )
 
 

@@ -111,7 +111,7 @@ def attribute(
             `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
             the weights of the device are host memory, too; their owner is "weights".
         params: the divisor of bytes per parameter; None: the number of elements of the master, or
-            of the weights if there is no master.
+            of the weights if there is no master. If there are none, the text has bytes only.
         baseline: bytes that were held before the sources existed, from `held()`.
         interval_s: makes the result a context that attributes again and again, with at least so
             many seconds between two samples, and keeps the peak of each owner, including the copies
