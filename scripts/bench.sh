@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 [ $# -gt 0 ] || set -- loaders.py picture.py systems.py job.py strategies.py \
   "step.py${PRIME_RL:+ --prime-rl $PRIME_RL}" forks.py saving.py small_runs.py scale.py hub.py \
-  engines.py
+  engines.py watching.py
 
 scripts/venv.sh test wheel bench
 scripts/wheel.sh build/python install
