@@ -9,10 +9,15 @@
 # Our targets link this as PRIVATE, so that a project that links a room keeps its own flags.
 add_library(modicum_flags INTERFACE)
 target_include_directories(modicum_flags SYSTEM INTERFACE ${XXHASH_INCLUDE_DIR})
+# Warnings are errors with the compilers that the tests use.
+set(warnings_are_errors ${PROJECT_IS_TOP_LEVEL})
+if(MODICUM_FETCH)
+  set(warnings_are_errors OFF)
+endif()
 target_compile_options(
   modicum_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor
                           -Wno-missing-field-initializers
-                          $<$<BOOL:${PROJECT_IS_TOP_LEVEL}>:-Werror>)
+                          $<$<BOOL:${warnings_are_errors}>:-Werror>)
 target_link_libraries(modicum_flags INTERFACE fmt::fmt Threads::Threads)
 if(MODICUM_PRECOMPILE)
   # GCC 12 forgets that precompiled headers are system headers, and warns about std::string.
@@ -65,7 +70,9 @@ endfunction()
 
 if(MODICUM_TESTS)
   enable_testing()
-  find_package(GTest REQUIRED)
+  if(NOT TARGET GTest::gtest_main)
+    find_package(GTest REQUIRED)
+  endif()
   include(GoogleTest)
 endif()
 
