@@ -92,7 +92,10 @@ function(modicum_room name)
   add_library(modicum_${name} STATIC ${sources})
   add_library(modicum::${name} ALIAS modicum_${name})
   target_compile_features(modicum_${name} PUBLIC cxx_std_20)
-  target_include_directories(modicum_${name} PUBLIC ${PROJECT_SOURCE_DIR})
+  target_include_directories(modicum_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+                                                    $<INSTALL_INTERFACE:include>)
+  set_target_properties(modicum_${name} PROPERTIES EXPORT_NAME ${name})
+  set_property(GLOBAL APPEND PROPERTY MODICUM_ROOMS ${name})
   target_link_libraries(modicum_${name} PUBLIC ${rooms} PRIVATE modicum_flags ${ROOM_PRIVATE})
   modicum_precompile(modicum_${name} modicum_base)
   # With MODICUM_PRECOMPILE, seven files of a room are compiled at a time, which halves the compile

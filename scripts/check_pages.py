@@ -28,6 +28,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
 # Programs of other projects, whose flags are not checked.
 FOREIGN = re.compile(
     r"\b(pip|torchrun|srun|sbatch|ray|git|make|cmake|apt-get|venv|gh|python3? -m build)\b|#SBATCH"
+    r"|g\+\+"
 )
 # Flags that are accepted everywhere: those of every program here, and of torchrun and pip in prose.
 KNOWN_FLAGS = {"--help", "--version", "--nproc-per-node", "--no-deps"}

@@ -1,8 +1,10 @@
-"""A project of another name adds this repository as a subdirectory, with the lines of CMake and the
-program of docs/reference/cpp.md. It is linked with the libraries of the wheel's build, since
-compiling them takes minutes; `make soak` compiles all of them in that project.
+"""A project of another name adds this repository as a subdirectory, or finds it installed, with the
+lines of CMake, the command and the program of docs/reference/cpp.md. It is linked with the libraries of
+the wheel's build, since compiling them takes minutes; `make soak` compiles all of them in that
+project.
 
-Catches: paths that begin at the other project's folder; our flags in its targets.
+Catches: paths that begin at the other project's folder; our flags in its targets; a header,
+a library or a dependency that is not installed.
 """
 
 import re
@@ -69,11 +71,11 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def libraries(modicum: Path) -> list[Path]:
     """The rooms' libraries: those next to the program under test, or, if it is the wheel's, those
     of the wheel's build."""
-    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    version = f"cp3{min(sys.version_info.minor, 12)}"  # the wheel of 3.12 is for later ones, too
     places = [modicum.parent, *ROOT.glob(f"build/wheel-{version}-*")]
     found = [sorted(place.glob("libmodicum_*.a")) for place in places]
     assert any(found), f"no libraries in {places}; run `scripts/wheel.sh build/python install`"
@@ -105,6 +107,36 @@ def test_the_pages_project_links_and_runs(libraries, model, subdirectory):
     assert_loads(subdirectory / "build/shards", model)
     cache = (subdirectory / "build/CMakeCache.txt").read_text()
     assert not [name for name in NOT_NEEDED if re.search(f"^{name}", cache, re.M)]
+
+
+@pytest.fixture(scope="module")
+def prefix(libraries: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an installation. The libraries have been built, so that CMake only copies."""
+    place = tmp_path_factory.mktemp("installed")
+    build, prefix = place / "build", place / "prefix"
+    options = ("-DMODICUM_PROGRAM=OFF", "-DMODICUM_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release")
+    checked("cmake", "-S", ROOT, "-B", build, *options)
+    for library in libraries:
+        shutil.copy(library, build)
+    checked("cmake", "--install", build, "--component", "cpp", "--prefix", prefix)
+    return prefix
+
+
+def test_a_project_finds_the_installed_libraries(prefix, model, tmp_path):
+    found = block("cmake").replace(
+        "add_subdirectory(modicum EXCLUDE_FROM_ALL)", "find_package(modicum REQUIRED)"
+    )
+    configured(tmp_path, found, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
+    checked("cmake", "--build", tmp_path / "build")
+    assert_loads(tmp_path / "build/shards", model)
+
+
+def test_pkg_config_names_the_installed_libraries(prefix, model, tmp_path):
+    (command,) = re.findall(r"^    (g\+\+ .*)$", (ROOT / "docs/reference/cpp.md").read_text(), re.M)
+    (tmp_path / "shards.cc").write_text(block("cpp"))
+    inside = f"cd {tmp_path} && export PKG_CONFIG_PATH={prefix}/lib/pkgconfig"
+    checked("sh", "-c", f"{inside} && {command} -O0")
+    assert_loads(tmp_path / "shards", model)
 
 
 @pytest.mark.soak
