@@ -4,8 +4,8 @@
 .DEFAULT_GOAL := help
 # Sources, pages and the tests' files are UTF-8 in any locale.
 export PYTHONUTF8 := 1
-.PHONY: help demo build test check tidy tidy-all bench soak conformance format wheel mutants \
-  generated-mutants clean
+.PHONY: help demo build test check tidy tidy-all bench soak conformance format wheel wheels \
+  mutants generated-mutants clean
 
 STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
@@ -22,6 +22,7 @@ help:
 	@echo 'make conformance  tests newest packages and engines; writes benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
+	@echo 'make wheels   the wheels and the sdist of a release, in dist/wheels/'
 	@echo 'make format   formats the C++ sources'
 	@echo 'make clean    removes build/ and dist/'
 
@@ -98,7 +99,7 @@ bench: build
 # `make soak` runs all parts, and PART='kills devices' these. AGAIN=1 also runs parts that
 # benchmarks/SOAK.md says have passed at this commit.
 soak:
-	@scripts/packages.sh build check python
+	@scripts/packages.sh build check python wheels
 	@python3 scripts/soak.py $(PART) $(if $(AGAIN),--again)
 
 conformance:
@@ -122,6 +123,10 @@ generated-mutants:
 wheel:
 	@scripts/packages.sh build python
 	@scripts/wheel.sh dist
+
+wheels:
+	@scripts/packages.sh python wheels
+	@scripts/stage.sh 'wheels' scripts/wheels.sh
 
 format:
 	@scripts/packages.sh check

@@ -1,16 +1,20 @@
 # The content of the wheel besides its Python sources: the module `_modicum`, the program `modicum`,
 # and the shared libraries that both need and that a machine may lack. All are in one folder, which
-# the module and the program search first (RPATH).
+# the module and the program search first (RPATH). With MODICUM_FETCH these libraries are static.
 
-find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+# scikit-build-core sets the component if the module is to work with later CPythons, too
+# (wheel.py-api in pyproject.toml).
+find_package(Python REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
 execute_process(
   COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
   OUTPUT_VARIABLE nanobind_ROOT
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 find_package(nanobind CONFIG REQUIRED)
 
+# nanobind 3.1 includes no header for stderr if the library is libc++ and the ABI the stable one.
+add_compile_options(-include cstdio)
 file(GLOB binding_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/modicum/python/*.cc)
-nanobind_add_module(_modicum NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
+nanobind_add_module(_modicum STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
 set_target_properties(_modicum PROPERTIES UNITY_BUILD ${MODICUM_PRECOMPILE}
                                           UNITY_BUILD_BATCH_SIZE 7)
 target_compile_definitions(_modicum PRIVATE MODICUM_VERSION="${PROJECT_VERSION}")
@@ -18,6 +22,16 @@ target_link_libraries(_modicum PRIVATE modicum_training modicum_flags)
 set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
+
+if(MODICUM_FETCH)
+  # Nothing but the module's entry is visible. So a C++ runtime that is linked statically never
+  # mixes with that of other modules in the process.
+  file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/exports.map
+       CONTENT "{ global: PyInit__modicum; local: *; };")
+  target_link_options(_modicum PRIVATE
+                      LINKER:--version-script=${PROJECT_BINARY_DIR}/exports.map)
+  return()
+endif()
 
 # Under their sonames, by which the loader finds them.
 foreach(library simdjson::simdjson fmt::fmt hwy::hwy nettle::nettle re2::re2)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# packages.sh GROUP...: makes sure that the Debian packages of each GROUP (build, check, python) are
-# installed. Root installs missing ones; for other users it prints the command to run and exits 1.
+# packages.sh GROUP...: makes sure that the Debian packages of each GROUP (build, check, python,
+# wheels) are installed. Root installs missing ones; for other users it prints the command to run
+# and exits 1.
 set -euo pipefail
 
 packages_of() {
@@ -11,7 +12,8 @@ packages_of() {
                 "python3" ;;
     python) echo "python3 python3-venv python3-dev strace e2fsprogs xfsprogs mount iproute2" \
                  "chromium fonts-dejavu-core" ;;
-    *) echo "packages.sh: no group '$1' (build, check, python)" >&2; return 2 ;;
+    wheels) echo "cmake ninja-build make m4 curl debootstrap qemu-user libc6-arm64-cross" ;;
+    *) echo "packages.sh: no group '$1' (build, check, python, wheels)" >&2; return 2 ;;
   esac
 }
 

@@ -64,6 +64,7 @@ PARTS = {
     ),
     "pages": of_tests("page: accelerate_page page plan_page strategies_page watch_page"),
     "first-hour": of_tests("package: first_hour cpp_page"),
+    "wheels": of_tests("package: wheels"),
     "mutants": Part(targets=("mutants",), reports=("mutants/verdicts-{commit}.json",)),
     "generated-mutants": Part(
         targets=("generated-mutants",), reports=("mutants/generated-{commit}.json",)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# wheel.sh DIRECTORY [install]: builds the Python wheel in DIRECTORY and removes an older one.
-# With `install` it also installs the wheel into .venv. Prints every tenth step of the build;
-# build/wheel.log has all output.
+# wheel.sh DIRECTORY [install]: builds the Python wheel of this machine, with Debian's libraries, in
+# DIRECTORY and removes an older one. With `install` it also installs the wheel into .venv. Prints
+# every tenth step of the build; build/wheel.log has all output. (wheels.sh builds a release.)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 build() { # DIRECTORY
   .venv/bin/python -m pip --disable-pip-version-check wheel . --verbose --no-deps \
-    --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON --wheel-dir "$1" 2>&1
+    --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON \
+    --config-settings=cmake.define.MODICUM_FETCH=OFF --wheel-dir "$1" 2>&1
 }
 
 scripts/venv.sh wheel

@@ -1,0 +1,177 @@
+"""The wheels of a release, as `make wheels` builds them, work on each Python and architecture that
+they name, and on a Linux with an older glibc. What they compute is what Debian's build computes, to
+the bit.
+
+Catches: a symbol of a newer glibc; a module that only its builder's Python imports; a compiler or a
+library with other roundings; two builds of a commit that differ.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from program import run_json
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3 * 3600)]
+
+LARGEST_BYTES = 6_000_000
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+STATE_FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+PROBE = Path(__file__).parents[1] / "support/wheel_alone.py"
+
+
+def checked(*command: str | Path, **options) -> str:
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, **options
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(root: Path) -> Path:
+    """The folder with the wheels and the sdist."""
+    checked(root / "scripts/wheels.sh")
+    return root / "dist/wheels"
+
+
+def wheel_of(wheels: Path, python: str, architecture: str = "x86_64") -> Path:
+    tag = f"cp312-abi3-*_{architecture}" if python >= "3.12" else f"cp{python.replace('.', '')}-*"
+    (wheel,) = (one for one in wheels.glob(f"modicum-*-{tag}.whl") if architecture in one.name)
+    return wheel
+
+
+def unpacked(wheel: Path, folder: Path) -> Path:
+    """Unpacks the wheel and returns its program."""
+    shutil.unpack_archive(wheel, folder, "zip")
+    program = folder / "modicum/modicum"
+    program.chmod(0o755)  # unpack_archive leaves out modes
+    return program
+
+
+@pytest.fixture(scope="module")
+def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    run_json(modicum, "synth", directory, "--arch", "tiny-fp8")
+    return directory
+
+
+def saved(program: Path, model: Path, root: Path) -> dict[str, str]:
+    """The SHA-256 of each file with tensors of a step, for each state format, after three steps of
+    AdamW. Parameters are bfloat16, so that all formats differ."""
+    found = {}
+    for state in STATE_FORMATS:
+        words = ("save", model, root / state, "--dtype", "bfloat16", "--ranks", 2, "--step", 1)
+        run_json(program, *words, "--optimizer", f"adamw:{state}", "--steps", 3)
+        for file in sorted((root / state).rglob("*.safetensors")):
+            found[str(file.relative_to(root))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def test_there_is_a_small_wheel_for_each_python_and_architecture(wheels: Path) -> None:
+    names = [wheel.name.split("-", 2)[2] for wheel in wheels.glob("*.whl")]
+    tags = ("cp310-cp310", "cp311-cp311", "cp312-abi3")
+    platforms = ("manylinux_2_28_x86_64", "manylinux_2_28_aarch64")
+    assert sorted(names) == sorted(f"{tag}-{one}.whl" for tag in tags for one in platforms)
+    assert max(wheel.stat().st_size for wheel in wheels.glob("*.whl")) <= LARGEST_BYTES
+    assert len(list(wheels.glob("modicum-*.tar.gz"))) == 1
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_each_python_loads_what_the_program_wrote(
+    root: Path, wheels: Path, model: Path, tmp_path: Path, version: str
+) -> None:
+    checked(
+        "bash", "-c", f'. scripts/pythons.sh; "$(python_of {version})" -m venv {tmp_path}', cwd=root
+    )
+    pip = (tmp_path / "bin/python", "-m", "pip", "--disable-pip-version-check", "install")
+    checked(*pip, "--no-index", f"--find-links={wheels}", "modicum")
+    ours = checked(sys.executable, PROBE, model, cwd="/")
+    assert checked(tmp_path / "bin/python", PROBE, model, cwd="/") == ours
+    plan = run_json(tmp_path / "bin/modicum", "plan", model, "--ranks", 2)
+    assert len(plan["ranks"]) == 2
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_each_architecture_has_the_bits_of_debians_build(
+    wheels: Path, modicum: Path, model: Path, tmp_path: Path, architecture: str
+) -> None:
+    program = unpacked(wheel_of(wheels, "3.12", architecture), tmp_path / "wheel")
+    if architecture == "aarch64":
+        program = emulated(program)
+    assert saved(program, model, tmp_path / "wheels") == saved(modicum, model, tmp_path / "ours")
+
+
+def emulated(program: Path) -> Path:
+    """A program that runs this one of aarch64."""
+    emulator = shutil.which("qemu-aarch64")
+    if not emulator or not Path("/usr/aarch64-linux-gnu/lib").exists():
+        pytest.skip("needs the packages qemu-user and libc6-arm64-cross")
+    script = program.with_name("emulated")
+    script.write_text(f'#!/bin/sh\nexec {emulator} -L /usr/aarch64-linux-gnu {program} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_the_kernels_pass_their_tests_in_the_wheels_build(
+    root: Path, wheels: Path, architecture: str
+) -> None:
+    build = root / f"build/wheels/{architecture}/build"
+    tests = ("modicum_kernels_test", "modicum_optim_test")
+    later = "-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"
+    checked("cmake", "-B", build, "-DMODICUM_TESTS=ON", later)
+    checked("cmake", "--build", build, "-j", str(os.cpu_count()), "--target", *tests)
+    for test in tests:
+        program = build / test
+        checked(emulated(program) if architecture == "aarch64" else program)
+
+
+@pytest.fixture(scope="module")
+def older(root: Path) -> Path:
+    """A folder with the userland of Debian 11, glibc 2.31, and a Python that is compiled there."""
+    if os.geteuid() != 0 or not shutil.which("debootstrap"):
+        pytest.skip("needs root and the package debootstrap")
+    folder = root / "build/wheels/bullseye"
+    checked(root / "scripts/bullseye.sh", folder)
+    return folder
+
+
+def test_an_older_glibc_runs_program_and_module(
+    wheels: Path, older: Path, model: Path, tmp_path: Path
+) -> None:
+    place = older / "srv"
+    shutil.rmtree(place)
+    unpacked(wheel_of(wheels, "3.11"), place)
+    shutil.copytree(model, place / "tiny")
+    shutil.copy(PROBE, place)
+    inside = ("chroot", older, "env", "PYTHONPATH=/srv")
+    ours = checked(sys.executable, PROBE, model, cwd="/")
+    assert checked(*inside, "/opt/python/bin/python3", "/srv/wheel_alone.py", "/srv/tiny") == ours
+    assert "own-shard" in checked(
+        *inside, "/srv/modicum/modicum", "plan", "/srv/tiny", "--ranks", "2"
+    )
+
+
+def test_two_builds_are_equal(root: Path, wheels: Path, tmp_path: Path) -> None:
+    """The second one in another folder, so that no path is in a wheel."""
+    checked("git", "clone", "--quiet", root, tmp_path / "other")
+    (tmp_path / "other/.venv").symlink_to(root / ".venv")
+    checked("scripts/wheels.sh", "x86_64", cwd=tmp_path / "other")
+    for again in (tmp_path / "other/dist/wheels").glob("modicum-*"):
+        assert again.read_bytes() == (wheels / again.name).read_bytes(), again.name
+
+
+def test_the_sdist_builds_with_compiler_cmake_and_pip(
+    wheels: Path, model: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path, with_pip=True)
+    (sdist,) = wheels.glob("modicum-*.tar.gz")
+    checked(tmp_path / "bin/python", "-m", "pip", "install", sdist, cwd="/")
+    ours = checked(sys.executable, PROBE, model, cwd="/")
+    assert checked(tmp_path / "bin/python", PROBE, model, cwd="/") == ours
