@@ -41,8 +41,8 @@ def wheels(root: Path) -> Path:
 
 
 def wheel_of(wheels: Path, python: str, architecture: str = "x86_64") -> Path:
-    tag = f"cp312-abi3-*_{architecture}" if python >= "3.12" else f"cp{python.replace('.', '')}-*"
-    (wheel,) = (one for one in wheels.glob(f"modicum-*-{tag}.whl") if architecture in one.name)
+    tag = "cp312-abi3" if python >= "3.12" else f"cp{python.replace('.', '')}"
+    (wheel,) = wheels.glob(f"modicum-*-{tag}-*_{architecture}.whl")
     return wheel
 
 
@@ -84,7 +84,7 @@ def test_there_is_a_small_wheel_for_each_python_and_architecture(wheels: Path) -
 
 @pytest.mark.parametrize("version", PYTHONS)
 def test_each_python_loads_what_the_program_wrote(
-    root: Path, wheels: Path, model: Path, tmp_path: Path, version: str
+    root: Path, wheels: Path, modicum: Path, model: Path, tmp_path: Path, version: str
 ) -> None:
     checked(
         "bash", "-c", f'. scripts/pythons.sh; "$(python_of {version})" -m venv {tmp_path}', cwd=root
@@ -93,8 +93,9 @@ def test_each_python_loads_what_the_program_wrote(
     checked(*pip, "--no-index", f"--find-links={wheels}", "modicum")
     ours = checked(sys.executable, PROBE, model, cwd="/")
     assert checked(tmp_path / "bin/python", PROBE, model, cwd="/") == ours
-    plan = run_json(tmp_path / "bin/modicum", "plan", model, "--ranks", 2)
-    assert len(plan["ranks"]) == 2
+    words = ("plan", model, "--ranks", 2)
+    theirs, expected = (run_json(one, *words) for one in (tmp_path / "bin/modicum", modicum))
+    assert theirs["checkpoint"] == expected["checkpoint"]
 
 
 @pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
@@ -125,7 +126,7 @@ def test_the_kernels_pass_their_tests_in_the_wheels_build(
     build = root / f"build/wheels/{architecture}/build"
     tests = ("modicum_kernels_test", "modicum_optim_test")
     later = "-DCMAKE_GTEST_DISCOVER_TESTS_DISCOVERY_MODE=PRE_TEST"
-    checked("cmake", "-B", build, "-DMODICUM_TESTS=ON", later)
+    checked("cmake", "-B", build, "-DMODICUM_TESTS=ON", "-DMODICUM_PYTHON=OFF", later)
     checked("cmake", "--build", build, "-j", str(os.cpu_count()), "--target", *tests)
     for test in tests:
         program = build / test
@@ -150,7 +151,8 @@ def test_an_older_glibc_runs_program_and_module(
     unpacked(wheel_of(wheels, "3.11"), place)
     shutil.copytree(model, place / "tiny")
     shutil.copy(PROBE, place)
-    inside = ("chroot", older, "env", "PYTHONPATH=/srv")
+    enter = f'mount -t proc proc {older}/proc && exec chroot {older} env PYTHONPATH=/srv "$@"'
+    inside = ("unshare", "--mount", "sh", "-c", enter, "sh")
     ours = checked(sys.executable, PROBE, model, cwd="/")
     assert checked(*inside, "/opt/python/bin/python3", "/srv/wheel_alone.py", "/srv/tiny") == ours
     assert "own-shard" in checked(
