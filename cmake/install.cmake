@@ -1,5 +1,5 @@
 # `cmake --install BUILD --component cpp`: the rooms that other projects link, with their headers,
-# a package for find_package(modicum) and one for pkg-config (docs/guide/cpp.md). The third-party
+# a package for find_package(modicum) and one for pkg-config (docs/reference/cpp.md). The third-party
 # libraries are those of the machine.
 
 include(CMakePackageConfigHelpers)

@@ -1,7 +1,7 @@
 """A project of another name adds this repository as a subdirectory, or finds it installed, with the
-lines of CMake, the command and the program of docs/reference/cpp.md. It is linked with the libraries of
-the wheel's build, since compiling them takes minutes; `make soak` compiles all of them in that
-project.
+lines of CMake, the command and the program of docs/reference/cpp.md. It is linked with the
+libraries of the wheel's build, since compiling them takes minutes; `make soak` compiles all of them
+in that project.
 
 Catches: paths that begin at the other project's folder; our flags in its targets; a header,
 a library or a dependency that is not installed.
