@@ -1,6 +1,6 @@
 # `cmake --install BUILD --component cpp`: the rooms that other projects link, with their headers,
-# a package for find_package(modicum) and one for pkg-config (docs/reference/cpp.md). The third-party
-# libraries are those of the machine.
+# a package for find_package(modicum) and one for pkg-config (docs/reference/cpp.md). The
+# third-party libraries are those of the machine.
 
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
