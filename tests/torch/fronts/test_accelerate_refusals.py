@@ -367,6 +367,15 @@ def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
     assert refused.value.got == "distributed_type MULTI_CPU"
 
 
+def test_a_use_of_empty_values_without_fsdp2_names_fsdp2() -> None:
+    """No call would give this model its values, so the advice to call prepare first would fail."""
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        with pytest.raises(UsageError, match="on CPUs accelerate takes DDP"), loading():
+            model = build()
+            accelerate.Accelerator(cpu=True)
+            model.to("cpu")
+
+
 def test_no_fsdp2_is_refused_at_prepare() -> None:
     with alone(), accelerate_rank.fsdp2_on_cpus():
         with pytest.raises(UsageError) as refused, loading():

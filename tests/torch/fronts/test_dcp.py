@@ -48,8 +48,8 @@ import modicum.torch  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
-from modicum.torch import LoadRules, MemoryPolicy  # noqa: E402
-from modicum.torch.dcp import ModicumReader  # noqa: E402
+from modicum.torch import LoadRules, MemoryPolicy, SaveOptions  # noqa: E402
+from modicum.torch.dcp import ModicumReader, ModicumWriter  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
@@ -278,6 +278,25 @@ def test_buffers_after_to_empty_are_restored_unless_kept() -> None:
     assert_same(restored.model.rotary_emb.inv_freq, expected, "inv_freq")
     read(kept, ModicumReader(source, kept, rules=LoadRules(buffers="keep")))
     assert kept.model.rotary_emb.inv_freq.isnan().all()
+
+
+def test_buffers_of_a_saved_checkpoint_are_restored_on_demand(tmp_path: Path) -> None:
+    """`get_state_dict` with an optimizer writes to the parameters, so nothing shows that buffers are
+    empty. `rules` with `buffers` alone still reads the saved state dict."""
+    whole = from_pretrained("llama")
+    options = SaveOptions(source=checkpoint_of("llama"))
+    writer = ModicumWriter(tmp_path / "run", step=1, model=whole, options=options)
+    dcp.save({"model": whole.state_dict(), "epoch": 7}, storage_writer=writer, no_dist=True)
+    emptied = empty("llama").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*emptied.parameters(), *emptied.buffers()):
+            tensor.zero_()
+    state = {"model": emptied.state_dict(), "epoch": 0}
+    reader = ModicumReader(tmp_path / "run", emptied, rules=LoadRules(buffers="restore"))
+    with pytest.warns(UserWarning, match=r"restored by the model's own rule.*inv_freq"):
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    buffer, expected = emptied.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq
+    assert state["epoch"] == 7 and torch.equal(buffer, expected)
 
 
 def test_no_more_than_staging_is_held() -> None:

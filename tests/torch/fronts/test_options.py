@@ -113,6 +113,13 @@ def test_a_field_acts_or_is_refused(
     assert error.startswith(says) == (field not in arguments[argument]), error
 
 
+def test_all_rules_that_do_not_act_are_named_at_once() -> None:
+    rules = front.LoadRules(keep_fp32="norm", missing="init")
+    says = "LoadRules.keep_fp32 and LoadRules.missing have no effect in load_full_state_dict with "
+    with pytest.raises(UsageError, match=says + "a dict .*pass its path, got 'norm', 'init'"):
+        front.load_full_state_dict(model(), {}, rules=rules)
+
+
 @pytest.mark.parametrize("function", ACTING)
 def test_options_of_another_class_are_refused(function: str) -> None:
     call, arguments = ACTING[function]

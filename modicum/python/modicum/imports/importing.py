@@ -48,9 +48,9 @@ def import_checkpoint(
             `global_steps`. Other directories have none.
         source: a checkpoint of the model, whose division into files, config and tokenizer the new
             one gets.
-        optimizer: "none": only weights. For DCP and accelerate also the name of the optimizer's
-            class in torch.optim, such as "AdamW": without it `modicum.torch.resume` does not accept
-            the state.
+        optimizer: "none": only weights. The files of DCP and accelerate do not name the optimizer's
+            class, so give its name in torch.optim, such as "AdamW": `modicum.torch.resume` refuses
+            a state without one.
         state_format: for DeepSpeed "fp32" (also None) or "fp32-split": the format of the
             `modicum.torch.AdamW`, with seed 0, that will resume the checkpoint. DeepSpeed's masters
             become its state, and trained weights are made from them.

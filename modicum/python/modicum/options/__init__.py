@@ -80,8 +80,9 @@ class SaveOptions(Options):
 
 
 def read_options(
-    function: str, kind: type[Options], options: Any, acting: Collection[str] | None = None
-) -> dict[str, Any]:
+    function: str, kind: type[Options], options: Any, acting: Collection[str] | None = None, *,
+    expected: str = "None",
+) -> dict[str, Any]:  # fmt: skip
     """The fields `acting` of `options`, by name; one that is None has its default.
 
     Args:
@@ -89,19 +90,22 @@ def read_options(
         kind: the class of options that the function takes.
         options: the caller's argument: an object of this class, or None.
         acting: the fields that act in the function; None: all.
+        expected: for errors, what to give in place of fields that do not act.
 
     Raises:
-        UsageError: `options` is of another class, or has a field that does not act.
+        UsageError: `options` is of another class, or has fields that do not act.
     """
     if options is not None and not isinstance(options, kind):
-        expected, got = f"a modicum.torch.{kind.__name__}, or None", type(options).__name__
-        raise refusal("USAGE", kind._argument, expected=expected, got=got)
+        wanted, got = f"a modicum.torch.{kind.__name__}, or None", type(options).__name__
+        raise refusal("USAGE", kind._argument, expected=wanted, got=got)
     values = {name: getattr(options, name, None) for name in names_in(kind)}
     acting = values if acting is None else acting
-    for name, value in values.items():
-        if name not in acting and value is not None:
-            what = f"{kind.__name__}.{name} has no effect in {function}"
-            raise refusal("USAGE", what, expected="None", got=repr(value))
+    idle = [name for name in values if name not in acting and values[name] is not None]
+    if idle:
+        names = " and ".join(f"{kind.__name__}.{name}" for name in idle)
+        what = f"{names} {'have' if idle[1:] else 'has'} no effect in {function}"
+        got = ", ".join(repr(values[name]) for name in idle)
+        raise refusal("USAGE", what, expected=expected, got=got)
     return {
         name: kind._defaults.get(name) if values[name] is None else values[name] for name in acting
     }

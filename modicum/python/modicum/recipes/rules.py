@@ -40,8 +40,9 @@ class LoadRules(Options):
     """For token embeddings and heads with another number of rows than stored: "mean": new rows are
     the mean of the stored ones; "model": made by the model's rule; None: an error."""
     buffers: Literal["restore", "keep"] | None = None
-    """For non-persistent buffers that differ from the model's own rule: "restore"; "keep" them;
-    None: restore those whose modules were never written to, as after `to_empty()`."""
+    """What happens to a non-persistent buffer whose values are not those of the model's own rule:
+    "restore" them, or "keep" it. None: restored if nothing was written to its module since
+    `to_empty()`."""
     seed: int | None = None
     """The seed of initialised tensors; 0 by default."""
 

@@ -38,8 +38,8 @@ def require_fsdp2(state: Any) -> None:
     if kind == "FSDP":
         kind = f"FSDP with fsdp_version={state.fsdp_plugin.fsdp_version}"
     what = "loading() supports FSDP2 only"
-    if kind == "MULTI_CPU":
-        what += " (on CPUs accelerate takes DDP, whatever the plugin)"
+    if kind in ("MULTI_CPU", "NO") and state.device.type == "cpu":
+        what += " (on CPUs accelerate takes DDP or shards nothing, whatever the plugin)"
     expected = "FullyShardedDataParallelPlugin(fsdp_version=2)"
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 

@@ -20,7 +20,8 @@ class PrintableReport:
 
 class LoadReport(PrintableReport):
     """The report of a load on all ranks. Every rank gets the same report. `str()` is the table that
-    `modicum load` prints."""
+    `modicum load` prints, `print()` prints it on rank 0, and `document` is the document of `modicum
+    load --json`, whose bytes are integers."""
 
     def __init__(self, document: Mapping[str, Any], text: str) -> None:
         self.document = dict(document)
@@ -74,8 +75,9 @@ class LoadReport(PrintableReport):
 
     @property
     def ranks(self) -> list[dict[str, int]]:
-        """A dict per rank: promised_bytes, ledger_peak_bytes, kernel_peak_bytes, baseline_bytes,
-        unexplained_bytes, page_cache_peak_bytes, storage_read_bytes, exchanged_bytes."""
+        """A dict per rank: promised_bytes (predicted, in the table), ledger_peak_bytes (charged),
+        kernel_peak_bytes (measured), baseline_bytes (before), unexplained_bytes (not explained),
+        page_cache_peak_bytes, storage_read_bytes, exchanged_bytes."""
         return self.document["ranks"]
 
 

@@ -55,9 +55,10 @@ def loading(
     own bytes (with the default strategy). The values have the same bits as those that accelerate
     would load. The script's checkpoints are saved and resumed through Modicum, too.
 
-    accelerate shards by FSDP2 on devices only: with the CPU alone it takes DDP, which is refused.
-    It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
-    the same arguments, on one thread. The innermost of nested contexts applies.
+    accelerate shards by FSDP2 on devices only: on the CPU alone it takes DDP or shards nothing,
+    which is refused. The context must enclose `from_pretrained` and `prepare` or `Trainer.train`.
+    Every rank enters it with the same arguments, on one thread. The innermost of nested contexts
+    applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.

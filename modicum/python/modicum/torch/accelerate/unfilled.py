@@ -17,6 +17,7 @@ from torch import nn
 from modicum.errors import Error, refusal
 from modicum.recipes.structure import Structure, ties_of
 from modicum.torch.shards.tensors import as_bytes
+from modicum.upstream import accelerate
 from modicum.upstream.frames import is_part_of
 from modicum.upstream.torch_core import (
     buffers_of,
@@ -265,6 +266,7 @@ def told_to_users(has_unfilled: Callable[[], bool]) -> Iterator[None]:
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if not (_WITHOUT_VALUES.search(str(error)) and has_unfilled()):
             raise
+        accelerate.require_fsdp2_if_set()  # otherwise no call would give the model its values
         what = "values of a model were used before it has any: use them after prepare, or build "
         what += "the model within loading.exempt()"
         frame = _last_frame(error)

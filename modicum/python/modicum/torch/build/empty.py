@@ -376,8 +376,8 @@ def empty_parameters() -> Iterator[None]:
     `torch.device("meta")`; a persistent buffer from `torch.empty` is zero until it is loaded.
 
     A transformers model gets the dtypes of `from_pretrained`, including float32 for tensors that
-    transformers keeps in float32. On exit its initialiser runs again, with torch's default dtype
-    and not the model's, as in `from_pretrained`: change buffers after that.
+    transformers keeps in float32. On exit transformers' initialiser runs again, as in
+    `from_pretrained`, and sets buffers: change buffers only after the context.
 
     The cost is the memory of the buffers and milliseconds per layer: parameters are neither
     committed nor initialised. A constructor that reads a parameter's values fails with torch's own

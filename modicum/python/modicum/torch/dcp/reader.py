@@ -44,8 +44,8 @@ class ModicumReader(StorageReader):
     - **A checkpoint of `ModicumWriter`** is read under all keys of the saved state dict, or some of
       them. It is recognised by its COMMIT. A directory without COMMIT that holds `step-N`
       directories is a run: its newest complete checkpoint is read. Rank 0 chooses for all ranks of
-      a load, and warns of damaged ones that it skips. With `rules`, even without a field, the
-      Hugging Face files in one checkpoint are read instead.
+      a load, and warns of damaged ones that it skips. With `rules=LoadRules()`, or with any rule
+      but `buffers`, the Hugging Face files in one checkpoint are read instead.
     """
 
     @refuse_old_keywords(LoadRules, MemoryPolicy)
@@ -64,12 +64,14 @@ class ModicumReader(StorageReader):
                 a run.
             model: the model of the state dict, already sharded; the conversions of the installed
                 transformers apply. It may be on meta: DCP then allocates the state dict's tensors,
-                and `model.load_state_dict(state, assign=True)` hands them over. For a checkpoint of
-                `ModicumWriter`: if that was given it. None: names and shapes as stored.
+                and `model.load_state_dict(state, assign=True)` hands them over. Give it for a
+                checkpoint of `ModicumWriter` if the writer was given one. None: names and shapes as
+                stored.
             rules: `LoadRules` with missing, unexpected, key_mapping and buffers, for which a model
-                is needed; or with recipe, for names of the state dict's own. After `to_empty()` and
-                a `get_state_dict` with an optimizer, which writes to the parameters, buffers in no
-                state dict are restored by buffers="restore" only.
+                is needed; or with recipe, for names of the state dict's own. DCP's `get_state_dict`
+                with an optimizer writes to the parameters, so that after `to_empty()` and that
+                call nothing shows which buffers are empty: buffers="restore" restores those that
+                no state dict has, such as tables of rotary embeddings.
             memory: `MemoryPolicy` with `staging` (None: 8 MiB) and `ledger`.
 
         Raises:
@@ -82,7 +84,9 @@ class ModicumReader(StorageReader):
             read_options("ModicumReader without a model", LoadRules, rules, ())
         policy = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
         self._model, self._options = model, {"rules": values, **policy}
-        self._is_of_files = rules is not None
+        self._is_of_files = rules is not None and (
+            rules.buffers is None or rules != LoadRules(buffers=rules.buffers)
+        )
         self._open(source)
 
     def _open(self, source: Source) -> None:

@@ -43,7 +43,7 @@ from modicum.torch.saving.state_dicts import (
     with_values_of_all,
     writing_of_named,
 )
-from modicum.torch.saving.tensor_state import writing_of_entries
+from modicum.torch.saving.tensor_state import NO_CLASS, writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
@@ -88,7 +88,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
 
         Args:
             run: the directory of all checkpoints, on a file system that all ranks share.
-            step: the number of the training step: N of `root/step-N`.
+            step: the number of the training step: N of `run/step-N`.
             model: the model of the state dict. The files get the names and shapes of the `source`
                 in `options`, or of the checkpoint that `modicum.torch.load` or `ModicumReader` has
                 loaded. None: the names and shapes of the state dict.
@@ -219,7 +219,9 @@ class ModicumWriter(StorageWriter, AsyncStager):
         texts = [("extra/extra.json", ask.common or "")]
         state: StateWriting | None = None
         if parts.optim is not None:
-            kind = "torch" if self._optimizer is None else f"torch.{type(self._optimizer).__name__}"
+            kind = (
+                NO_CLASS if self._optimizer is None else f"torch.{type(self._optimizer).__name__}"
+            )
             entries = named.entries(parts.optim["state"])
             state = state_of(writing_of_entries(entries, kind, ranks, self._form), texts)
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))

@@ -65,7 +65,8 @@ def load_full_state_dict(
             every rank.
         strict: only for dicts. True: names of the dict must be in the model, and the dict must have
             all persistent tensors. False: other names are dropped, and a tensor that the dict lacks
-            keeps its values, if it has any.
+            keeps its values; one that is on meta, and so has none, is an error. (Rules, which would
+            initialise it, apply to files: pass a path.)
         consume: only for dicts. True: the dict is emptied: on rank 0 each tensor is removed once it
             is sent, which frees its memory unless something else refers to it; on other ranks all
             are removed after the load. After an error rank 0's dict has the tensors that were not
@@ -76,8 +77,8 @@ def load_full_state_dict(
         memory: `MemoryPolicy` without `pin`; with a dict also without `strategy`.
 
     Returns:
-        The report of the load, the same on every rank. If buffers differ between ranks, a load of
-        rank 0's buffers precedes that of a checkpoint, and has no report.
+        The report of the load, the same on every rank. Where buffers differ between ranks, those
+        of rank 0 are loaded before a checkpoint; the report does not count them.
 
     Raises:
         BudgetError: the load exceeds the budget; no tensor has been read.
@@ -125,6 +126,8 @@ def _arguments_in(
         if direct.get(name, default) != default:
             raise refusal("USAGE", f"{name} has no effect in {called}", expected=repr(default))
     read_options(called, MemoryPolicy, memory, ("staging", "ledger", "fork"))
+    expected = "None: change the dict, or save it to a file and pass its path"
+    read_options(called, LoadRules, rules, (), expected=expected)
     return arguments_in(called, rules, memory, (), **direct)
 
 

@@ -52,8 +52,8 @@ def load(
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: everything on meta is initialised.
         optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The budget covers
-            their state, allocated after the load; for a single one also a save of model and state,
-            unless that state can't be saved, of which a warning tells.
+            their state, which is allocated after the load. With a single one it also covers a save
+            of model and state, or a warning names the reason why not.
         budget: host memory per node, bytes or text ("200GiB"). It includes what the processes hold
             already. "none": no limit. None: the budget of `loading()` or the ledger's limit, or
             what the cgroup and the node have left.

@@ -95,8 +95,8 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
 
     Args:
         save: saves, on every rank: a call of `save` or `async_save`, or of accelerate's
-            `save_state`. A save in the background that is in flight ends before. A second SIGTERM
-            may be held by `SaveOptions.grace`.
+            `save_state`. A save that is in flight in the background is committed before
+            it is called. `SaveOptions.grace` may hold a second SIGTERM.
         every: the number of steps between two agreements. One is an all-reduce of a single number,
             which waits for the device's work.
 

@@ -52,8 +52,8 @@ def save(
     becomes visible as `run/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `load` or `ModicumReader`, or in a wrapper of it, or with a `source` in
-            `options`.
+        model: a model that `load` or `ModicumReader` has loaded, also inside a wrapper. For any
+            other model give a `source` in `options`.
         run: the directory of all checkpoints, on a file system that all ranks share; created if
             its parent exists.
         step: the number of the training step, 0 or more: N of `run/step-N`.

@@ -38,6 +38,8 @@ _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are m
 _ALIGNMENT = 64  # torch's, for tensors on the CPU
 
 FILE = "optimizer/state.json"
+NO_CLASS = "torch"
+"""In state.json, in place of an optimizer's class that the writer does not know."""
 _DIMS = 64
 
 Numbers = dict[str, dict[str, Any]]
@@ -160,9 +162,13 @@ def _read(number: Any) -> Any:
 def require_kind(optimizer: torch.optim.Optimizer, facts: str) -> None:
     """Raises `UsageError` unless state.json, `facts`, names the optimizer's class."""
     saved, kind = kind_of(facts), _kind(optimizer)
+    if saved == NO_CLASS:
+        what = "the checkpoint does not name the class of its optimizer: give optimizer= to "
+        what += "ModicumWriter or import_checkpoint"
+        raise refusal("MISMATCH", what, got=_class_name(kind))
     if saved != kind:
         what = "the state was saved from an optimizer of another class"
-        raise refusal("MISMATCH", what, expected=saved, got=kind)
+        raise refusal("MISMATCH", what, expected=_class_name(saved), got=_class_name(kind))
 
 
 def kind_of(facts: str) -> str:
@@ -173,6 +179,14 @@ def kind_of(facts: str) -> str:
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     return f"torch.{type(optimizer).__name__}"
+
+
+def _class_name(kind: str) -> str:
+    """The class of an optimizer as a program names it."""
+    if kind == "adamw":
+        return "modicum.torch.AdamW"
+    name = kind.removeprefix("torch.")
+    return f"torch.optim.{name}" if hasattr(torch.optim, name) else name
 
 
 class SavedState(NamedTuple):
