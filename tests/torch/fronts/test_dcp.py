@@ -281,8 +281,8 @@ def test_buffers_after_to_empty_are_restored_unless_kept() -> None:
 
 
 def test_buffers_of_a_saved_checkpoint_are_restored_on_demand(tmp_path: Path) -> None:
-    """`get_state_dict` with an optimizer writes to the parameters, so nothing shows that buffers are
-    empty. `rules` with `buffers` alone still reads the saved state dict."""
+    """`get_state_dict` with an optimizer writes to the parameters, so nothing shows which buffers
+    are empty. `rules` with `buffers` alone still reads the saved state dict."""
     whole = from_pretrained("llama")
     options = SaveOptions(source=checkpoint_of("llama"))
     writer = ModicumWriter(tmp_path / "run", step=1, model=whole, options=options)
