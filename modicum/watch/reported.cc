@@ -90,11 +90,12 @@ void Division::Remainder::take(size_t owner, uint64_t kib) noexcept {
 
 // In proportion if there is less than `kinds`; `rest` gets the remainder.
 void Division::Remainder::take_kinds(const MemoryKinds& kinds, MemoryKind rest) noexcept {
-  const auto all = static_cast<double>(kinds.total() / kKiB);
-  const double share = std::min(1.0, static_cast<double>(left_kib) / std::max(all, 1.0));
+  const uint64_t all_kib = std::max<uint64_t>(kinds.total() / kKiB, 1);
+  const double share = std::min(1.0, static_cast<double>(left_kib) / static_cast<double>(all_kib));
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
-    const auto kib = static_cast<double>(kinds.bytes[kind] / kKiB);
-    take(owner_of(static_cast<MemoryKind>(kind)), static_cast<uint64_t>(kib * share));
+    const uint64_t kib = kinds.bytes[kind] / kKiB;
+    take(owner_of(static_cast<MemoryKind>(kind)),
+         static_cast<uint64_t>(static_cast<double>(kib) * share));
   }
   take(owner_of(rest), left_kib);
 }
