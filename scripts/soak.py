@@ -44,9 +44,9 @@ def of_tests(*folders: str) -> Part:
 
 PARTS = {
     "kills": of_tests(
-        "cli: faults owners resume_worlds save_faults step_damage",
+        "cli: faults owners resume_worlds save_faults checkpoint_damage",
         "torch/fronts: checkpoint_kills preemption",
-        "torch/save: damaged_steps sigterm",
+        "torch/save: damaged_checkpoints sigterm",
     ),
     "power-cuts": of_tests("cli: power_cuts"),
     "devices": of_tests("cli: bad_disks", "torch/load: faults", "torch/save: two_nodes"),
