@@ -68,8 +68,8 @@ void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
 
 int run_plan(const Args& args, const Surroundings& at) {
   CLI::App app(
-      "predict reads, traffic and peak memory of every strategy; reads headers only, of ORG/NAME "
-      "also from the hub (the wheel's command)",
+      "predict reads, traffic and peak memory from headers (the wheel: of ORG/NAME on the hub, "
+      "too)",
       "modicum plan");
   CommonFlags common;
   RunFlags flags;
