@@ -234,7 +234,8 @@ def test_every_operation_of_the_core_is_in_the_table() -> None:
         if cls is not upstream.ConversionOps:
             found.add((cls.__module__, cls.__name__))
     core = {name for module, name in found if module == upstream.__name__}
-    assert core == OPERATIONS.keys() - {"Fp8Dequantize"}
+    former = {"Force16BytesAlignment"}  # of transformers 5.3
+    assert core | former == OPERATIONS.keys() - {"Fp8Dequantize"}
 
 
 class Concatenate(upstream.Concatenate):
