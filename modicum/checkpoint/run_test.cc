@@ -489,6 +489,27 @@ TEST(RunCheckpoints, WithoutSyncsOfDirectoriesACheckpointIsSavedWithAWarning) {
 
 struct PowerCut {};
 
+struct CutSave {
+  bool is_cut = false;
+  bool is_saved = false;  // the save has returned
+};
+
+// Saves checkpoint 2 by `save`; the power fails before call `cut_at`, if there is one.
+CutSave save_with_cut(MemoryFileSystem& under, int64_t cut_at, void (*save)(FileSystem&)) {
+  RecordingFileSystem files(under);
+  CutSave result;
+  files.before_call(cut_at, [&] {
+    result.is_cut = true;
+    throw PowerCut();
+  });
+  try {
+    save(files);
+    result.is_saved = true;
+  } catch (const PowerCut&) {
+  }
+  return result;
+}
+
 // The power fails before each call in turn; only synced writes survive. The old checkpoint is then
 // intact, the new one intact or absent. The new one must be intact if the save had returned.
 // Catches: any omitted sync; COMMIT or a name that is written too early.
@@ -499,18 +520,8 @@ TEST(RunCheckpoints, APowerCutAtAnyCallLosesNothing) {
     under.make_directory("/root");
     under.sync_directory("/");
     save_checkpoint(under, 1);
-    RecordingFileSystem files(under);
-    bool is_cut = false;
-    files.before_call(cut_at, [&] {
-      is_cut = true;
-      throw PowerCut();
-    });
-    bool is_saved = false;
-    try {
-      save_checkpoint(files, 2);
-      is_saved = true;
-    } catch (const PowerCut&) {
-    }
+    const auto [is_cut, is_saved] =
+        save_with_cut(under, cut_at, [](FileSystem& files) { save_checkpoint(files, 2); });
     under.lose_unsynced();
     const FoundCheckpoints steps = find_checkpoints(under, "/root");
     ASSERT_EQ(steps.skipped.size(), 0U) << cut_at << ": " << steps.skipped.front().reason;
@@ -669,18 +680,8 @@ TEST(CheckpointInside, APowerCutAtAnyCallLeavesAWholeCheckpointOrNone) {
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
     MemoryFileSystem under;
     put_directory(under, 1);
-    RecordingFileSystem files(under);
-    bool is_cut = false;
-    files.before_call(cut_at, [&] {
-      is_cut = true;
-      throw PowerCut();
-    });
-    bool is_saved = false;
-    try {
-      save_inside(files, 2);
-      is_saved = true;
-    } catch (const PowerCut&) {
-    }
+    const auto [is_cut, is_saved] =
+        save_with_cut(under, cut_at, [](FileSystem& files) { save_inside(files, 2); });
     for (const bool loses : {false, true}) {  // after a kill, then after a power cut
       if (loses) under.lose_unsynced();
       expect_whole_or_uncommitted(under, cut_at);
