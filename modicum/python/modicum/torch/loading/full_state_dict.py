@@ -128,7 +128,7 @@ def _arguments_in(
     read_options(called, MemoryPolicy, memory, ("staging", "ledger", "fork"))
     expected = "None: change the dict, or save it to a file and pass its path"
     read_options(called, LoadRules, rules, (), expected=expected)
-    return arguments_in(called, rules, memory, (), **direct)
+    return arguments_in(called, memory=memory, **direct)
 
 
 @overload
