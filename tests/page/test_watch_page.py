@@ -139,10 +139,16 @@ def test_a_killed_rehearsal_leaves_no_process(modicum: Path, gpt2: Path, tmp_pat
 
 
 def test_the_page_of_a_rehearsal_has_its_steps(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """Doubles the steps until they take long enough for a sample with the moments."""
     page = tmp_path / "rehearse.html"
-    words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2)
-    answer = run_json(modicum, *words, "--report", page)
-    assert answer["steps"] == 2
-    timeline = drawn_on(page)["runs"][0]["document"]["timeline"]
+    words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--report", page)
+    for steps in (2**power for power in range(1, 9)):
+        assert run_json(modicum, *words, "--steps", steps)["steps"] == steps
+        timeline = drawn_on(page)["runs"][0]["document"]["timeline"]
+        if any(
+            sum(filter(None, track["owners"].get("moments", ()))) for track in timeline["tracks"]
+        ):
+            break
+    else:
+        raise AssertionError(f"no sample of {steps} steps has moments: {timeline}")
     assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in timeline["phases"]}
-    assert any("moments" in track["owners"] for track in timeline["tracks"])
