@@ -136,8 +136,8 @@ def main() -> None:
             train_by_trainer(options, folder)
         else:
             train(options)
-    if dist.get_rank() == 0 and loading is not None:
-        print(loading.report)
+    if loading is not None:
+        loading.report.print()  # on rank 0
     dist.destroy_process_group()
 
 

@@ -67,8 +67,7 @@ def main() -> None:
         budget=options.budget,  # modicum
         check=options.check,  # modicum
     )  # modicum
-    if dist.get_rank() == 0:
-        print(report)  # modicum
+    report.print()  # modicum
     train(model, options.steps, device)
     dist.destroy_process_group()
 

@@ -5,14 +5,20 @@
 namespace modicum {
 namespace {
 
-// A save holds all of --staging in addition to the ring, even with strategies that load without
-// staging.
-TEST(Budget, StagingOfASaveShrinksAsFarAsNeededAndNoFurther) {
-  constexpr int kRanks = 4;
+constexpr int kRanks = 4;
+
+Manifest small_manifest() {
   const TensorSpec spec{"a", Role::param, DType::bf16, {1000, 1000}};
   Manifest manifest;
   manifest.files.push_back({"model.safetensors"});
   manifest.tensors.push_back({spec, {0, 0, bytes_of(spec.dtype, numel_of(spec.shape))}});
+  return manifest;
+}
+
+// A save holds all of --staging in addition to the ring, even with strategies that load without
+// staging.
+TEST(Budget, StagingOfASaveShrinksAsFarAsNeededAndNoFurther) {
+  const Manifest manifest = small_manifest();
   const Recipe recipe = identity_recipe(manifest);
   for (const Strategy& strategy : strategies()) {
     PlanOptions options{.strategy = &strategy};
@@ -34,6 +40,22 @@ TEST(Budget, StagingOfASaveShrinksAsFarAsNeededAndNoFurther) {
       EXPECT_TRUE(fits(plan_with(staging).promise, budget)) << strategy.name << " " << over;
       const Plan more = plan_with(staging + (kRanks + 1) * kPageBytes);
       EXPECT_FALSE(fits(more.promise, budget)) << strategy.name << " " << over;
+    }
+  }
+}
+
+TEST(Budget, ThePromiseOfFullPerRankIsThatOfItsPlan) {
+  const Manifest manifest = small_manifest();
+  const Recipe recipe = identity_recipe(manifest);
+  const auto plan_by = [&](const Strategy& strategy) {
+    return make_plan(manifest, recipe, fsdp2_layout(kRanks), PlanOptions{.strategy = &strategy});
+  };
+  const Promise expected = plan_by(strategy_named("full-per-rank")).promise;
+  for (const Strategy& strategy : strategies()) {
+    const Promise promise = full_per_rank_promise(plan_by(strategy));
+    EXPECT_EQ(promise.launcher_bytes, expected.launcher_bytes) << strategy.name;
+    for (size_t phase = 0; phase < kLoadPhases; ++phase) {
+      EXPECT_EQ(promise.phases[phase].of_rank, expected.phases[phase].of_rank) << strategy.name;
     }
   }
 }

@@ -324,4 +324,11 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   return plan;
 }
 
+Promise full_per_rank_promise(const Plan& plan) {
+  Plan other = plan;
+  other.options.strategy = &strategy_named("full-per-rank");
+  other.staging = divide_staging(other);
+  return promise_of(other);
+}
+
 }  // namespace modicum

@@ -217,6 +217,8 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
+// The promise of the same run if each rank read the whole model: that of strategy full-per-rank.
+Promise full_per_rank_promise(const Plan& plan);
 
 // A rank's local buffers by number: first one per target, which is empty for aliases and for
 // targets in a flat group; then one per flat group.

@@ -144,6 +144,14 @@ void take_functions(const nb::object& copy, const nb::object& caller, Functions&
   };
 }
 
+// Whether no element goes to a device, where its digest can't be computed.
+bool is_on_host(const Plan& plan) {
+  for (uint32_t b = 0; b < buffer_count(plan); ++b) {
+    if (destination_of(plan, b) == Destination::copy) return false;
+  }
+  return true;
+}
+
 std::unique_ptr<LoadResult> loaded_by(const std::shared_ptr<MadePlan>& python_plan,
                                       const RankLoadTask& task,
                                       const std::shared_ptr<Ledger>& ledger,
@@ -151,7 +159,13 @@ std::unique_ptr<LoadResult> loaded_by(const std::shared_ptr<MadePlan>& python_pl
   const int64_t begin = task.clock.now_ns();
   RankLoad load(task, functions.caller_memory, functions.copy);
   load.load();
-  if (task.check) load.check_values();
+  if (task.check) {
+    load.check_values();
+    if (is_on_host(task.plan)) {
+      load.outcome().digest =
+          digest_of_rank(task.plan, task.at.rank, load.shards(), [&load] { load.beat(); });
+    }
+  }
   auto loaded = std::make_unique<LoadResult>();
   loaded->plan = python_plan;
   loaded->outcome = load.outcome();
@@ -201,7 +215,7 @@ struct OutcomeField {
   const char* name;
   uint64_t RankOutcome::*field;
 };
-constexpr std::array<OutcomeField, 7> kOutcomeFields = {{
+constexpr std::array<OutcomeField, 8> kOutcomeFields = {{
     {"ledger_peak_bytes", &RankOutcome::ledger_peak_bytes},
     {"kernel_peak_bytes", &RankOutcome::kernel_peak_bytes},
     {"baseline_bytes", &RankOutcome::baseline_bytes},
@@ -209,6 +223,7 @@ constexpr std::array<OutcomeField, 7> kOutcomeFields = {{
     {"storage_read_bytes", &RankOutcome::storage_read_bytes},
     {"exchanged_bytes", &RankOutcome::exchanged_bytes},
     {"bytes_loaded", &RankOutcome::bytes_loaded},
+    {"digest", &RankOutcome::digest},
 }};
 
 nb::dict outcome_of(const LoadResult& loaded) {
@@ -235,6 +250,7 @@ nb::tuple report_of(const MadePlan& python_plan, const std::vector<nb::dict>& ou
   LoadReport report{.checkpoint = facts_of(python_plan.checkpoint()),
                     .strategy = python_plan.plan.strategy().name,
                     .promise = python_plan.plan.promise,
+                    .full_per_rank = full_per_rank_promise(python_plan.plan),
                     .checked = checked};
   if (compared) {
     report.compared = {nb::cast<uint64_t>((*compared)["compared_bytes"]),
@@ -245,7 +261,9 @@ nb::tuple report_of(const MadePlan& python_plan, const std::vector<nb::dict>& ou
       of_ranks.push_back(nb::cast<std::string>(outcome_dict["compared"]));
     report.compared = merged(python_plan.checkpoint().manifest, of_ranks, "");
   }
-  report.promise.launcher_bytes = 0;  // the launcher (torchrun, for example) is not counted
+  // The launcher (torchrun, for example) is not counted.
+  report.promise.launcher_bytes = report.full_per_rank.launcher_bytes = 0;
+  if (checked && is_on_host(python_plan.plan)) report.digest = 0;
   if (budget) report.budget = Budget{*budget, budget_source};
   for (const nb::dict& outcome_dict : outcomes) {
     RankOutcome outcome{.rank = nb::cast<int32_t>(outcome_dict["rank"]),
@@ -254,6 +272,7 @@ nb::tuple report_of(const MadePlan& python_plan, const std::vector<nb::dict>& ou
       outcome.*field = nb::cast<uint64_t>(outcome_dict[name]);
     }
     report.ranks.push_back(outcome);
+    if (report.digest) *report.digest += outcome.digest;
     report.elapsed_s = std::max(report.elapsed_s, nb::cast<double>(outcome_dict["elapsed_s"]));
     report.check_s = std::max(report.check_s, nb::cast<double>(outcome_dict["check_s"]));
   }

@@ -282,11 +282,26 @@ std::string load_json(const LoadReport& report) {
   }
   compared_members(out, report.compared);
   if (!report.phases.empty()) phases_member(out, report.phases, report.launcher_bytes);
+  out.member("full_per_rank_bytes",
+             report.full_per_rank.node_peak_bytes(worst_node(report.full_per_rank)));
   budget_member(out, report.budget);
   outcome_members(out,
                   {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
+
+namespace {
+
+// What the same load would need if each rank read the whole model. Empty if it is not more.
+std::string full_per_rank_text(const LoadReport& report) {
+  const uint64_t needed = report.full_per_rank.node_peak_bytes(worst_node(report.full_per_rank));
+  const uint64_t promised = report.promise.node_peak_bytes(worst_node(report.promise));
+  if (needed <= promised) return "";
+  return fmt::format("if each rank read the whole model: {} per node predicted, {} more\n",
+                     format_size(needed), format_size(needed - promised));
+}
+
+}  // namespace
 
 std::string load_text(const LoadReport& report) {
   const uint64_t loaded = sum_over(report, &RankOutcome::bytes_loaded);
@@ -300,7 +315,7 @@ std::string load_text(const LoadReport& report) {
       report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
-  text += budget_text(report.budget) + compared_text(report.compared);
+  text += full_per_rank_text(report) + budget_text(report.budget) + compared_text(report.compared);
   if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);

@@ -211,6 +211,7 @@ struct LoadReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   Promise promise;
+  Promise full_per_rank;                      // of the same run if each rank read the whole model
   std::vector<RankOutcome> ranks;             // by rank
   uint64_t launcher_bytes = 0;                // measured memory of the launcher
   std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included

@@ -58,6 +58,10 @@ LoadReport small_load() {
   report.checkpoint = {.bytes = 300 * kMiB, .tensors = 7, .files = 2};
   report.strategy = "own-shard";
   report.promise = small_promise();
+  report.full_per_rank = small_promise();
+  for (Footprint& rank : report.full_per_rank.phases[1].of_rank) {
+    rank[Purpose::window] = 300 * kMiB;
+  }
   report.ranks = {outcome_of(0, 108 * kMiB, 111 * kMiB), outcome_of(1, kMiB, 2 * kMiB),
                   outcome_of(2, 108 * kMiB, 110 * kMiB)};
   report.launcher_bytes = 5 * kMiB;
@@ -304,7 +308,7 @@ TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":314572800,)"
             R"("storage_read_bytes":314572800,"exchanged_bytes":9,"coverage":"proven",)"
             R"("check":"off","digest":null,"compared_bytes":0,"not_compared":[],)"
-            R"("budget":null,"nodes":[{"node":0,)"
+            R"("full_per_rank_bytes":754974720,"budget":null,"nodes":[{"node":0,)"
             R"("promised_bytes":125829121,"peak_bytes":125829121,"kernel_peak_bytes":123731968,)"
             R"("launcher_bytes":5242880},{"node":1,"promised_bytes":123731968,)"
             R"("peak_bytes":123731968,"kernel_peak_bytes":120586240,"launcher_bytes":5242880}],)"
@@ -325,7 +329,7 @@ TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
 TEST(LoadReport, JsonHasTheCheckAndTheDigest) {
   LoadReport report = small_load();
   report.ranks.clear();
-  report.promise = {};
+  report.promise = report.full_per_rank = {};
   report.checked = true;
   report.digest = 0xab;
   report.budget = Budget{5, "flag"};
@@ -334,7 +338,7 @@ TEST(LoadReport, JsonHasTheCheckAndTheDigest) {
             R"("warnings":[],"strategy":"own-shard",)"
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":0,"storage_read_bytes":0,)"
             R"("exchanged_bytes":0,"coverage":"proven","check":"ok","digest":"00000000000000ab",)"
-            R"("compared_bytes":0,"not_compared":[],)"
+            R"("compared_bytes":0,"not_compared":[],"full_per_rank_bytes":0,)"
             R"("budget":{"bytes":5,"source":"flag"},"nodes":[],"ranks":[]})");
 }
 
@@ -362,6 +366,7 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
             "rank 2     110.00 MiB   108.00 MiB   110.00 MiB                 0 B    16.00 MiB\n"
             "node 0     120.00 MiB                118.00 MiB                                 \n"
             "node 1     118.00 MiB                115.00 MiB                                 \n"
+            "if each rank read the whole model: 720.00 MiB per node predicted, 600.00 MiB more\n"
             "\n"
             "budget 1.00 GiB per node (MemAvailable)\n"
             "digest 00000000000000ab\n");
@@ -394,7 +399,14 @@ TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
             "            predicted      charged     measured       not explained   page cache\n"
             "rank 0     110.00 MiB   108.00 MiB   111.00 MiB            1.00 MiB    16.00 MiB\n"
             "node 0     120.00 MiB                116.00 MiB                                 \n"
-            "node 1     118.00 MiB                  5.00 MiB                                 \n");
+            "node 1     118.00 MiB                  5.00 MiB                                 \n"
+            "if each rank read the whole model: 720.00 MiB per node predicted, 600.00 MiB more\n");
+}
+
+TEST(LoadReport, TextLeavesOutFullPerRankIfItIsNotMore) {
+  LoadReport report = small_load();
+  report.full_per_rank = report.promise;
+  EXPECT_EQ(load_text(report).find("whole model"), std::string::npos);
 }
 
 TEST(RankOutcome, UnexplainedIsNegativeIfLedgerAndBaselineExceedTheKernel) {

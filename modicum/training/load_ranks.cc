@@ -139,6 +139,7 @@ LoadReport load_in_ranks(const LoadTask& original, ShowBytes show) {
   LoadReport report{.checkpoint = facts_of(task.run.checkpoint),
                     .strategy = task.plan.strategy().name,
                     .promise = task.plan.promise,
+                    .full_per_rank = full_per_rank_promise(task.plan),
                     .ranks = outcomes_of<LoadRank>(world, show),
                     .checked = task.check};
   report.compared = world.compared.merged();

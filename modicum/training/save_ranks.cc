@@ -104,6 +104,7 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
   LoadReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
+                    .full_per_rank = full_per_rank_promise(task.load.plan),
                     .launcher_bytes = outcome.launcher_bytes,
                     .cgroup_peak_bytes = outcome.cgroup_peak_bytes,
                     .elapsed_s = outcome.load_s,

@@ -11,6 +11,7 @@ import pytest
 from program import (
     STRATEGIES,
     failure,
+    node_peak,
     offset_of,
     run_json,
 )
@@ -122,12 +123,15 @@ def assert_node(node: dict[str, Any]) -> None:
 
 
 def test_keys_of_load(modicum: Path, moe: Path) -> None:
-    loaded = run_json(modicum, "load", moe, "--ranks", 4, "--ranks-per-node", 2)
+    flags = ("--ranks", 4, "--ranks-per-node", 2)
+    loaded = run_json(modicum, "load", moe, *flags)
     assert_keys(loaded, strategy=str, elapsed_s=NUMBER, check_s=NUMBER, bytes_loaded=int)
     assert_keys(loaded, storage_read_bytes=int, coverage=str, check=str, nodes=list, ranks=list)
     assert_keys(loaded, compared_bytes=int, not_compared=list)
     assert loaded["coverage"] == "proven" and loaded["check"] == "off"
     assert loaded["digest"] is None
+    planned = run_json(modicum, "plan", moe, *flags, "--compare")
+    assert loaded["full_per_rank_bytes"] == node_peak(planned, "full-per-rank")
     assert [node["node"] for node in loaded["nodes"]] == [0, 1]
     for node in loaded["nodes"]:
         assert_keys(node, peak_bytes=int, kernel_peak_bytes=int)

@@ -2,7 +2,7 @@
 kernel counts for it, apart from headers and small files.
 
 Catches: a chunk sent to the wrong rank of a group; a rank that reads another rank's part; bytes
-that are read and not counted.
+that are read and not counted; a digest that counts replicas twice, or leaves a rank out.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from program import run_json
 from ranks import Ranks
 
 STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
@@ -72,7 +73,10 @@ def test_bits_are_the_same_and_reads_are_counted(
     report = got[0]["report"]
     stored = report["checkpoint"]["bytes"]
     assert report["strategy"] == strategy and report["coverage"] == "proven"
-    assert len(report["nodes"]) == nodes
+    assert len(report["nodes"]) == nodes and report["digest"] is None
+    if strategy == "full-per-rank":
+        peaks = [node["promised_bytes"] for node in report["nodes"]]
+        assert report["full_per_rank_bytes"] == max(peaks)
     expected_shares = shares(strategy, 4 // mesh[-1], nodes)
     for rank, (mine, theirs) in enumerate(zip(got, expected[len(mesh)], strict=True)):
         assert mine["state"] == theirs["state"], f"rank {rank}: other shards"
@@ -82,3 +86,12 @@ def test_bits_are_the_same_and_reads_are_counted(
         assert of["exchanged_bytes"] == pytest.approx(received * stored, rel=0.05), f"rank {rank}"
         uncounted = mine["read_bytes"] - of["storage_read_bytes"]
         assert 0 <= uncounted <= BESIDES_BYTES, f"rank {rank}"
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=("shards", "replicas"))
+def test_a_checked_load_has_the_digest_of_the_program(
+    four: Ranks, model: Path, modicum: Path, mesh: list[int]
+) -> None:
+    expected = run_json(modicum, "load", model, "--digest")["digest"]
+    for answer in four.ask("loaded", directory=str(model), mesh=mesh, check=True):
+        assert answer["report"]["digest"] == expected

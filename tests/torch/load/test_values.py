@@ -6,6 +6,7 @@ Catches: a tie that becomes two parameters; a buffer left as it was built; the f
 of the model's; a frozen parameter that trains because it was loaded.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,7 +139,9 @@ def test_full_per_rank_gives_the_same_values() -> None:
 def test_a_model_without_a_process_group_is_loaded() -> None:
     model, whole = empty("llama_tied"), from_pretrained("llama_tied")
     report = load(model, checkpoint_of("llama_tied"), check=True)
-    assert report.check == "ok"
+    assert report.check == "ok" and report.digest == report.document["digest"]
+    assert re.fullmatch("[0-9a-f]{16}", report.digest)
+    assert report.full_per_rank_bytes == report.document["full_per_rank_bytes"]
     assert_holds(model, whole, Cut("none", (1,)), 0)
     tokens = torch.arange(3, 14).reshape(1, 11)
     with torch.no_grad():

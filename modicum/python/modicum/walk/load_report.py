@@ -57,6 +57,19 @@ class LoadReport(PrintableReport):
         return self.document["check"]
 
     @property
+    def digest(self) -> str | None:
+        """16 hex digits of the names, dtypes, shapes and values of the loaded tensors, equal for
+        any world size and layout, as `modicum load --digest` prints. None without `check=True`,
+        whose pass over the values computes it, and if a tensor is on a device."""
+        return self.document["digest"]
+
+    @property
+    def full_per_rank_bytes(self) -> int:
+        """Predicted memory of the fullest node if each rank read the whole model, as `modicum plan
+        --compare` predicts for `full-per-rank`."""
+        return self.document["full_per_rank_bytes"]
+
+    @property
     def compared_bytes(self) -> int:
         """If the source is a saved checkpoint: bytes of its values that were
         compared with its record while they were read; the load raises if a value differs."""
