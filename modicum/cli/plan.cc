@@ -98,7 +98,8 @@ int run_plan(const Args& args, const Surroundings& at) {
   if (file) {
     const std::optional<HubModel>& hub = report.checkpoint.hub;
     const std::string name = hub ? hub->name : flags.directory;
-    file->write(plan_page(report, "modicum plan " + name, origin_of(args, flags.directory, name)));
+    file->write(plan_page(report, "Predicted host memory of " + name,
+                          origin_of(args, flags.directory, name)));
   }
   print_result(
       common, at, [&] { return plan_json(report); }, [&] { return plan_text(report, compares); });

@@ -49,11 +49,13 @@ int compare(const WatchFlags& flags, const Surroundings& at) {
     texts[i] = read_text(*at.files.open(flags.compare[i]), kLongestText, Category::format_limit);
     parsed[i] =
         parse_run(texts[i], is_name_enough ? base_name(flags.compare[i]) : flags.compare[i]);
+    std::string& name = parsed[i].name;
+    if (name.ends_with(".json")) name.resize(name.size() - std::string_view(".json").size());
   }
   const RunComparison runs{parsed[0], parsed[1]};
   if (page) {
     page->write(
-        report_page("modicum watch --compare",
+        report_page("Host memory of two runs over time",
                     std::array<PageRun, 2>{{{runs.a.name, texts[0]}, {runs.b.name, texts[1]}}},
                     {.sentence = runs.sentence()}));
   }

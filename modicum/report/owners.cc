@@ -8,7 +8,7 @@ namespace {
 
 // The purposes of a ledger, the owners of `watch`, of recordings made in Python and of DeepSpeed.
 constexpr std::array<OwnerWords, 25> kOwners = {{
-    {"process", "the process itself"},
+    {"process", "program and libraries"},
     {"page_tables", "page tables"},
     {"header", "checkpoint headers"},
     {"plan", "plan and bookkeeping"},

@@ -258,7 +258,7 @@ std::string document_of(const Chart& chart, const std::optional<Budget>& budget)
 std::string verdict_sentence(const PlanReport& report) {
   if (report.past) return past_run_sentence(report);
   if (!report.budget) return "";
-  return fmt::format("{}", fmt::join(answers(report), "; "));
+  return fmt::format("{}", fmt::join(answers(report), "\n"));
 }
 
 int drawn_node(const StrategyReport& strategy) {

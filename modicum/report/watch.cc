@@ -261,7 +261,7 @@ std::string watch_page(const WatchRecord& record) {
   add(killed_text(record));
   add(growth_text(record));
   if (const std::string next = next_text(record); !next.empty()) add("Next: " + next);
-  return report_page("modicum watch", std::span(&run, 1), {.sentence = sentence});
+  return report_page("Host memory over time", std::span(&run, 1), {.sentence = sentence});
 }
 
 std::string killed_text(const WatchRecord& record) {

@@ -251,7 +251,7 @@ def test_a_comparison_names_the_owner_that_differs_most(
     text = run(modicum, "watch", "--compare", *files)
     assert text.code == 0
     assert text.stdout.startswith(compared["sentence"] + "\n")
-    assert "full-per-rank.json" in compared["sentence"] and "`load`" in compared["sentence"]
+    assert "full-per-rank" in compared["sentence"] and "`load`" in compared["sentence"]
     assert '"window of whole tensors" differs most' in compared["sentence"]
     assert "  window of whole tensors " in text.stdout and "during load " in text.stdout
 

@@ -60,7 +60,7 @@ def test_a_comparison_names_the_phase_and_the_owner_that_differ_most(
     # Without Modicum `prepare` holds at least 113 MiB more. The whole model has 104 MiB.
     assert prepare["a_bytes"] > prepare["b_bytes"] + 113 * MIB
     assert comparison["a"]["peak_bytes"] > comparison["b"]["peak_bytes"]
-    begin = f"the peak of {files[0].name} is "
+    begin = f"the peak of {files[0].stem} is "
     assert (
         comparison["sentence"].startswith(begin)
         and "`prepare` differs most" in comparison["sentence"]
@@ -68,7 +68,7 @@ def test_a_comparison_names_the_phase_and_the_owner_that_differ_most(
     for width in (WIDE, NARROW):
         with shown(chromium, page, width) as view:
             assert view.page.inner_text("#sentence") == comparison["sentence"]
-            assert view.page.locator("h2").all_inner_texts() == [file.name for file in files]
+            assert view.page.locator("h2").all_inner_texts() == [file.stem for file in files]
             assert {"prepare", "steps"} <= set(view.page.locator("option").all_inner_texts())
             assert view.violations() == [] and view.errors == []
             assert view.page.evaluate("document.documentElement.scrollWidth") <= width

@@ -97,11 +97,11 @@ def test_the_bytes_of_the_hovered_sample_are_shown(
         # The last hovered sample.
         assert "phase step" in text
         promised = sum(track["promise_bytes"][-1] for track in run["timeline"]["tracks"][:2])
-        assert f"promised {sizes(promised)}" in text
+        assert f"predicted {sizes(promised)}" in text
         begin, end = view.window()
         half = len(run["timeline"]["t_s"]) // 2  # rank 0 is between two phases: no promise
         view.hover((run["timeline"]["t_s"][half] - begin) / (end - begin))
-        assert "promised" not in view.reading()
+        assert "predicted" not in view.reading()
         assert view.page.get_attribute(".reading", "aria-live") == "polite"
 
 
@@ -232,7 +232,11 @@ def test_two_runs_have_one_scale_and_one_legend(chromium: Any, two: Path) -> Non
         assert view.page.locator("#owners").count() == 1
         assert view.page.inner_text("#sentence").startswith("B holds less")
         titles = view.page.locator("h2").all_inner_texts()
-        assert titles == [f"torchrun {HOSTILE} (A.json)", "torchrun (B.json)"]
+        assert titles == ["A.json", "B.json"]
+        commands = view.page.locator(".command").all_inner_texts()
+        assert commands == [f"torchrun {HOSTILE}", "torchrun"]
+        for part in (".chart", ".reading"):  # begin at the same height
+            assert len({box.bounding_box()["y"] for box in view.page.locator(part).all()}) == 1
         areas = [view.painted(at)[COLORS["shards"]] for at in (0, 1)]
         # Each of the two ranks of A grows four times as fast as the one rank of B.
         assert areas[0] > 4 * areas[1] > 0

@@ -2,6 +2,8 @@
 // The chart of one run: dygraphs computes positions and axes, this file paints the areas and lines.
 // In every function `to` is the context of the chart's canvas.
 
+const NAME = 120;  // pixels that the name of a narrow band may take
+
 // The rows that dygraphs expects, one per sample and two per phase of a plan: the time, the upper
 // edges of each owner's layer and of the page cache, the promise, and the curves.
 function rows_of(run) {
@@ -140,7 +142,8 @@ function shade_bands(to, area, graph, run) {
   });
 }
 
-// The names of the phases, above the chart, each within its own band.
+// The names of the phases, above the chart, each within its own band, or up to the next band of its
+// row.
 function name_bands(run, graph) {
   const area = graph.getArea();
   const strip = run.at.querySelector(".phases");
@@ -148,10 +151,14 @@ function name_bands(run, graph) {
   const spans = run.bands.map((band) => {
     const left = inside(graph.toDomXCoord(band.begin_s));
     const right = inside(graph.toDomXCoord(band.end_s));
-    const span = element("span", right - left > 20 ? band.name : "", { title: band.name });
+    const next = Math.min(...run.bands.filter(({ row, begin_s }) =>
+      row === band.row && begin_s > band.begin_s).map(({ begin_s }) => begin_s));
+    const width = Math.max(right - left, Math.min(inside(graph.toDomXCoord(next)) - left, NAME));
+    const span = element("span", width > 20 ? band.name : "", { title: band.name });
     span.hidden = right - left < 1;
     span.style.left = `${left}px`;
-    span.style.width = `${right - left}px`;
+    span.style.width = `${width}px`;
+    span.style.backgroundSize = `${right - left}px`;
     span.style.top = `${1.4 * band.row}rem`;
     return span;
   });

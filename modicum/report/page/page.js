@@ -5,6 +5,7 @@
 const CACHE = "page cache";
 const FAR = 2;  // a limit above FAR times the peak is written as text, not drawn
 const ZOOM = 0.5;  // the part of the visible time that remains after "Zoom in"
+const THIN = 0.01;  // owners below this part of the peak are one row of the legend
 
 const page = JSON.parse(document.getElementById("document").textContent);
 const OWNERS = page.owners;  // key -> words, in stacking order
@@ -124,7 +125,7 @@ function reading(run, i) {
     .map((owner) => `${words(owner)} ${size(held[owner][i])}`);
   let text = `${when(run, i)}: ${size(total[i])} held`;
   if (parts.length) text += ` (${parts.join(", ")})`;
-  if (promise[i] !== null) text += `; promised ${size(promise[i])}`;
+  if (promise[i] !== null) text += `; predicted ${size(promise[i])}`;
   if (run.line.page_cache_bytes) text += `; page cache ${size(run.line.page_cache_bytes[i])}`;
   for (const curve of run.curves) text += `; ${curve.name} ${size(curve.bytes[i] ?? 0)}`;
   return text;
@@ -273,9 +274,19 @@ function named(mark, text) {
   return made;
 }
 
+// The owners of all runs, and among them those whose areas are too thin to be seen in any chart.
+function owners_in_legend(runs) {
+  const owners = ordered(new Set(runs.flatMap((run) => run.owners))).reverse();
+  const most = Math.max(...runs.flatMap((run) => run.sums.total));
+  const is_thin = (owner) =>
+    runs.every((run) => Math.max(0, ...(run.sums.held[owner] ?? [])) < THIN * most);
+  const thin = owners.filter(is_thin);
+  return { owners, thin: thin.length > 1 ? thin : [] };
+}
+
 // The legend of all charts, without rows of 0 B.
 function fill_owners(runs) {
-  const owners = ordered(new Set(runs.flatMap((run) => run.owners)));
+  const { owners, thin } = owners_in_legend(runs);
   const is_one = runs.length === 1;
   const head = ["owner", ...runs.map((run) => (is_one ? "at the peak" : `${run.name}, at its peak`))];
   if (is_one) head.push("highest");
@@ -291,15 +302,20 @@ function fill_owners(runs) {
     if (is_one) cells.push(size(highest[0]));
     return row([named(mark, text), ...cells]);
   };
-  const rows = owners.reverse().map((owner) =>  // the top of the stack first
+  const rows = owners.filter((owner) => !thin.includes(owner)).map((owner) =>
     line_of(swatch("", owner), words(owner), (run) => run.sums.held[owner]));
+  if (thin.length) {
+    const sum = (run) => run.sums.total.map((_, i) =>
+      thin.reduce((bytes, owner) => bytes + (run.sums.held[owner]?.[i] ?? 0), 0));
+    rows.push(line_of("", `${thin.length} owners, each below 1 %`, sum));
+  }
   rows.unshift(line_of("", "all of it", (run) => run.sums.total));
   if (runs.some((run) => run.line.page_cache_bytes)) {
     rows.unshift(line_of(swatch("cache"), CACHE, (run) => run.line.page_cache_bytes));
   }
   if (runs.some((run) => run.sums.promise.some((bytes) => bytes !== null))) {
     const mark = swatch("line", "3px dashed var(--promise)");
-    rows.unshift(line_of(mark, "promised", (run) => run.sums.promise));
+    rows.unshift(line_of(mark, "predicted", (run) => run.sums.promise));
   }
   for (const name of new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))) {
     const of = (run) => run.curves.find((curve) => curve.name === name)?.bytes;
@@ -314,7 +330,7 @@ function fill_samples(run) {
   const head = [run.has_steps ? "phase" : "time", "held", ...run.owners.map(words)];
   if (cache) head.push(CACHE);
   const is_promised = promise.some((bytes) => bytes !== null);
-  if (is_promised) head.push("promised");
+  if (is_promised) head.push("predicted");
   head.push(...run.curves.map((curve) => curve.name));
   const rows = run.line.t_s.map((at, i) => {
     const cells = [when(run, i), size(total[i]), ...run.owners.map((of) => size(held[of][i]))];
@@ -344,17 +360,23 @@ function ordered(owners) {
   return [...known, ...[...owners].filter((owner) => !(owner in OWNERS)).sort()];
 }
 
-// The command; with the file's name if the run is called by that.
-function title_of({ document: { command }, label }) {
-  const words_of = command?.join(" ") ?? label;
-  return words_of === label ? label : `${words_of} (${label})`;
+// The command, without the program's directories; empty if there is none.
+function command_of({ command }) {
+  if (!command?.length) return "";
+  return [command[0].split("/").pop(), ...command.slice(1)].join(" ");
+}
+
+// The command of a run, or how else the run is called.
+function name_of({ document, label }) {
+  return document.command?.join(" ") === label ? command_of(document) : label;
 }
 
 // A run of the document with the values that are derived from it. `line` is its timeline. start()
 // adds `at`, its section of the page, and `graph`.
 function run_of(of) {
   const line = of.document.timeline;
-  const run = { document: of.document, name: of.label, label: title_of(of), line, has_steps: line.axis === "phases", chosen: 0 };
+  const run = { document: of.document, name: name_of(of), line, chosen: 0,
+                has_steps: line.axis === "phases" };
   run.shown = line.tracks.map(() => true);
   const holding = line.tracks.flatMap((track) => Object.entries(track.owners))
     .filter(([, values]) => values.some((bytes) => bytes > 0));
@@ -379,7 +401,9 @@ function run_of(of) {
 
 // Writes the heading of a run, its peak, and its limits and budgets.
 function tell(run) {
-  run.at.querySelector("h2").textContent = run.label;
+  run.at.querySelector("h2").textContent = run.name;
+  const command = command_of(run.document);
+  run.at.querySelector(".command").textContent = command === run.name ? "" : command;
   const { bytes, at_s, cause } = run.document.peak ?? {};
   const peak = bytes ?? run.sums.total[run.at_peak];
   const at = run.has_steps ? "" : ` after ${(at_s ?? run.line.t_s[run.at_peak]).toFixed(2)} s`;
@@ -394,10 +418,10 @@ function tell(run) {
   }
   run.at.querySelector(".lines").textContent = lines.join(", ");
   const chart = run.at.querySelector(".chart");
-  chart.setAttribute("aria-label", `Memory by owner: ${run.label}. ${text}`);
+  chart.setAttribute("aria-label", `Memory by owner: ${run.name}. ${text}`);
   for (const [name, label] of [["processes", "Processes"], ["samples .scroll", "Samples"],
                                ["intervals .scroll", "Phases"]]) {
-    run.at.querySelector(`.${name}`).setAttribute("aria-label", `${label}: ${run.label}`);
+    run.at.querySelector(`.${name}`).setAttribute("aria-label", `${label}: ${run.name}`);
   }
 }
 
