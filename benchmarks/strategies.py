@@ -85,9 +85,6 @@ def table(model: Path) -> str:
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
-            "[A picture](../docs/strategies.png) of the memory of such a load over time, by owner, "
-            "with each strategy.",
-            "",
             f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache; the seconds include the "
             f"allocation of memory by the kernel; {version.stdout.strip()}, {machine()}.",
         ]

@@ -1,6 +1,5 @@
 """The pages of `load --report` and `rehearse --report` with each strategy: names of phases do not
-overlap, and the text about the peak gives its cause. (docs/strategies.png shows pages of
-`load --report`.)
+overlap, and the text about the peak gives its cause.
 
 Catches: a page without the window (buffers of whole tensors), or with it for a strategy that has
 none; a phase without a name, or whose name overlaps the next; a peak without a cause, or with
