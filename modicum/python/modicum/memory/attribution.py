@@ -175,7 +175,7 @@ def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Att
         for holding in holdings(source):
             before = len(claims.parts)
             claims.claim(holding.begin, holding.end, holding.owner)
-            # An overlap with earlier claims adds no parameters, and neither do the planes of
+            # An overlap with earlier claims adds no parameters, and neither do the tensors of
             # modicum.torch.AdamW, which are uint8.
             is_counted = len(claims.parts) > before and holding.tensor.is_floating_point()
             if is_counted and holding.owner in numel:

@@ -157,7 +157,7 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 
 
 def hook(parts: Iterable[Part]) -> None:
-    """Registers hooks that move each gradient to its plane (its part of the state's memory for
+    """Registers hooks that move each gradient to its buffer (its part of the state's memory for
     gradients) once autograd has accumulated it, and free the gradient's own memory."""
     for part in parts:
         if part.hook is None and part.grad is not None and part.parameter.requires_grad:
@@ -171,8 +171,8 @@ def unhook(parts: Iterable[Part]) -> None:
         part.hook = None
 
 
-def leave_planes(parts: Iterable[Part]) -> None:
-    """Called before the planes are freed. Moves gradients that are in them to memory of their
+def leave_buffers(parts: Iterable[Part]) -> None:
+    """Called before the buffers are freed. Moves gradients that are in them to memory of their
     own."""
     for part in parts:
         parameter = part.parameter
@@ -188,27 +188,27 @@ def unbind(parts: Iterable[Part]) -> None:
     """Called when the state is freed, perhaps by the garbage collector in any other code."""
     unhook(parts)
     with torch.inference_mode(False), torch.no_grad():
-        leave_planes(parts)
+        leave_buffers(parts)
 
 
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:
     def take(parameter: nn.Parameter) -> None:
-        grad, plane = parameter.grad, part.plane
-        if grad is None or plane is None or part.grad is None or grad is part.grad:
+        grad, buffer = parameter.grad, part.grad_buffer
+        if grad is None or buffer is None or part.grad is None or grad is part.grad:
             return
-        if grad.is_sparse or grad.dtype != plane.dtype:
+        if grad.is_sparse or grad.dtype != buffer.dtype:
             return
         if grad.requires_grad:  # of backward(create_graph=True): the step copies its values
             return
-        if place_of(part.grad) != part.grad_place:  # moved out of the plane, as by `.data = x`
-            part.grad = part.like_parameter(plane)
+        if place_of(part.grad) != part.grad_place:  # moved out of the buffer, as by `.data = x`
+            part.grad = part.like_parameter(buffer)
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares shape and place, and copies the gradient or raises
         if placement_of(grad) != placement_of(parameter):
             return  # the step redistributes it; until then autograd adds to it as it is
         with torch.no_grad():
             leave_kept(part)
-            plane.copy_(part.local_like(grad, "gradient"))
+            buffer.copy_(part.local_like(grad, "gradient"))
         parameter.grad = part.grad
 
     return take
@@ -228,12 +228,12 @@ _ALONE = _references(SimpleNamespace(grad=object()))
 
 
 def leave_kept(part: Part) -> None:
-    """Called before the plane is overwritten. If the program has kept the tensor that was
+    """Called before the buffer is overwritten. If the program has kept the tensor that was
     `parameter.grad`, as in `g = p.grad; optimizer.zero_grad()`, moves that tensor's values to new
     memory. Views of it are not detected."""
     if part.grad is None or part.grad is part.parameter.grad or _references(part) <= _ALONE:
         return
-    if place_of(part.grad) != part.grad_place:  # moved out of the plane, as by share_memory_
+    if place_of(part.grad) != part.grad_place:  # moved out of the buffer, as by share_memory_
         return
     kept = local_of(part.grad)
     kept.data = kept.detach().clone()

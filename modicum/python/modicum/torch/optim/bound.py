@@ -22,7 +22,7 @@ from modicum.torch.optim.states import dtype_of, has_master, is_own_master, make
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-# The owner of each plane in `memory.attribute`.
+# The owner of each state tensor in `memory.attribute`.
 _OWNERS = {
     "master": "master",
     "master_low": "master",
@@ -105,11 +105,11 @@ class BoundParameters:
         self.counts = self.counts[:count]
 
     def _lay_out(self, parts: list[Part]) -> None:
-        """Sets the parts' views of planes, and fills masters that are separate from parameters."""
+        """Sets the parts' gradient buffers, and fills masters that are separate from parameters."""
         of_state: dict[str, list[Part]] = {}
         for part in parts:
             of_state.setdefault(part.state, []).append(part)
-            part.plane = self.plane(part, "grad")
+            part.grad_buffer = self.state_tensor(part, "grad")
             is_there = part.on_host and part.local.numel() > 0
             if is_there and dtype_of(part, "grad") == part.local.dtype:
                 part.set_grad()
@@ -131,10 +131,12 @@ class BoundParameters:
         the device; else None."""
         if dtype_of(parts[0], "master") != parts[0].local.dtype:
             return None
-        return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
+        return {
+            part.shard: self.state_tensor(part, "master") for part in parts if part.local.numel()
+        }
 
-    def plane(self, part: Part, name: str) -> torch.Tensor:
-        """A view of the part's elements in the plane `name`: master, grad or a moment."""
+    def state_tensor(self, part: Part, name: str) -> torch.Tensor:
+        """A view of the part's elements in the state tensor `name`: master, grad or a moment."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -156,7 +158,9 @@ class BoundParameters:
             entry["step"] = steps[index]
             for name in part.moments:
                 is_view = dtype_of(part, "moment") == torch.float32
-                entry[name] = part.like_parameter(self.plane(part, name)) if is_view else None
+                entry[name] = (
+                    part.like_parameter(self.state_tensor(part, name)) if is_view else None
+                )
             if has_master(part):
                 entry["master"] = None
             shown = (name for name in ("step", *part.moments, "master") if name in entry)
@@ -238,20 +242,20 @@ class BoundParameters:
                 self._show_rounded_master(part)
 
     def _show_rounded_master(self, part: Part) -> None:
-        for at, piece in chunks(self.plane(part, "master")):
+        for at, piece in chunks(self.state_tensor(part, "master")):
             part.local[at : at + piece.numel()].copy_(piece.to(part.local.dtype))
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`entry`, completed by exported planes: those that are not float32, and the master."""
+        """`entry`, completed by exported tensors: those that are not float32, and the master."""
         names = [name for name in part.moments if entry.get(name) is None]
         if has_master(part):
             names.append("master")
         return dict(entry) | {name: self.values(part, name) for name in names}
 
     def values(self, part: Part, name: str) -> torch.Tensor:
-        """A plane in float32 with the parameter's shape: a view, or exported to new memory."""
+        """A state tensor in float32, of the parameter's shape: a view, or a copy in new memory."""
         is_view = name in MOMENTS and dtype_of(part, "moment") == torch.float32
-        line = self.plane(part, name) if is_view else _float32(part.local.numel())
+        line = self.state_tensor(part, name) if is_view else _float32(part.local.numel())
         if not is_view and line.numel() > 0:
             self.states[part.state].export_to(part.shard, name, line)
         return part.like_parameter(line)
@@ -285,7 +289,7 @@ class BoundParameters:
         for part, version in zip(self.parts, self._versions, strict=True):
             if part.on_host or versions_of(part.parameter) == version:
                 continue
-            state, master = self.states[part.state], self.plane(part, "master")
+            state, master = self.states[part.state], self.state_tensor(part, "master")
             for at, piece in chunks(part.local):
                 piece = piece.to("cpu")
                 is_rounded = master[at : at + piece.numel()].to(piece.dtype) == piece
@@ -365,11 +369,11 @@ class BoundParameters:
         ], is_bad
 
     def not_finite(self) -> str:
-        """The name of the first part whose gradient in its plane is not finite; "" if none is."""
+        """The name of the first part whose gradient in its buffer is not finite; "" if none is."""
         pairs = zip(self.parts, self.collected, strict=True)
-        planes = ((part, part.plane) for part, (grad, _) in pairs if grad is not None)
+        buffers = ((part, part.grad_buffer) for part, (grad, _) in pairs if grad is not None)
         return next(
-            (part.name for part, plane in planes if plane is not None and _is_bad(plane)), ""
+            (part.name for part, buffer in buffers if buffer is not None and _is_bad(buffer)), ""
         )
 
     def forget(self) -> None:
@@ -430,9 +434,9 @@ class BoundParameters:
         for part in self.parts:
             state = self.states[part.state]
             yield ("master" if is_own_master(part) else "weights"), part.name, part.local
-            for plane, owner in _OWNERS.items():
-                for memory in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
-                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(memory)
+            for name, owner in _OWNERS.items():
+                for memory in (state.plane(part.shard, name), state.scales(part.shard, name)):
+                    yield owner, f"{part.name}.{name}", torch.from_dlpack(memory)
 
     def digest(self) -> dict[str, int]:
         """The sums of all states' digests, by name."""
@@ -452,5 +456,5 @@ def _float32(numel: int) -> torch.Tensor:
     return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
-def _is_bad(plane: torch.Tensor) -> bool:
-    return not all(piece.isfinite().all() for _, piece in chunks(plane))
+def _is_bad(tensor: torch.Tensor) -> bool:
+    return not all(piece.isfinite().all() for _, piece in chunks(tensor))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from modicum.torch.optim.bound import MOMENTS, BoundParameters
-from modicum.torch.optim.states import has_master, is_own_master, plane_dtype
+from modicum.torch.optim.states import has_master, is_own_master, tensor_dtype
 
 StateItem = tuple[str, str, torch.Tensor]
 """A parameter's name, the name of a value, and the value."""
@@ -32,9 +32,9 @@ def stored_items(bound: BoundParameters) -> Iterator[StateItem]:
         state = bound.states[part.state]
         names = [] if is_own_master(part) else ["master"]
         for name in (*names, "master_low", *part.moments):
-            plane = torch.from_dlpack(state.plane(part.shard, name))
-            if plane.numel() > 0:
-                yield part.name, name, plane.view(plane_dtype(part, name))
+            tensor = torch.from_dlpack(state.plane(part.shard, name))
+            if tensor.numel() > 0:
+                yield part.name, name, tensor.view(tensor_dtype(part, name))
             if name in MOMENTS:
                 scales = torch.from_dlpack(state.scales(part.shard, name))
                 if scales.numel() > 0:

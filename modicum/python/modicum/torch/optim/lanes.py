@@ -1,5 +1,5 @@
 """Transfers between a state on the host and its parameters on a device: gradients to the host, and
-new parameters to the device. They go directly to and from the state's planes (its arrays of one
+new parameters to the device. They go directly to and from the state tensors (arrays of one
 kind of value, such as the gradients) if the dtypes are equal, else through a small staging."""
 
 from collections.abc import Mapping, Sequence
@@ -49,14 +49,14 @@ class Lane:
         self._copied: Any = None  # the event after the copies of `masters`
 
     def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
-        """Copies one-dimensional gradients to the state: into its plane, or through the staging if
-        the dtype differs. Returns the shards whose gradients are in the plane."""
+        """Copies one-dimensional gradients to the state: into its buffer, or through the staging if
+        the dtype differs. Returns the shards whose gradients are in the buffer."""
         in_place = []
         for part, grad in parts:
-            assert part.plane is not None
-            plane = part.plane
-            if grad.dtype == plane.dtype:
-                plane.copy_(grad, non_blocking=True)
+            assert part.grad_buffer is not None
+            buffer = part.grad_buffer
+            if grad.dtype == buffer.dtype:
+                buffer.copy_(grad, non_blocking=True)
                 in_place.append(part.shard)
             else:
                 self._bring_in_pieces(part, grad)

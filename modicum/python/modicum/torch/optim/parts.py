@@ -47,14 +47,14 @@ class Part:
     """The key of its state in `BoundParameters.states`."""
     shard: int = 0
     """Its index in that state."""
-    plane: torch.Tensor | None = None
+    grad_buffer: torch.Tensor | None = None
     """Its elements in the state's gradient buffer, one-dimensional."""
     grad: torch.Tensor | None = None
-    """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
+    """A view of `grad_buffer` that can be `parameter.grad`; None if gradients are copied there."""
     grad_place: tuple[Any, ...] = ()
     """`place_of(grad)` when the state was made."""
     hook: Any = None
-    """The handle of the hook that moves gradients to `plane`."""
+    """The handle of the hook that moves gradients to `grad_buffer`."""
     steps: tuple[torch.Tensor, int] | None = None
     """(the tensor of step counts, of which the optimizer's `state` has views; the part's index in
     it)"""
@@ -82,9 +82,9 @@ class Part:
         return dtensor_like(self.parameter, local)
 
     def set_grad(self) -> None:
-        """Sets `grad` to a new view of `plane`."""
-        assert self.plane is not None
-        self.grad = self.like_parameter(self.plane)
+        """Sets `grad` to a new view of `grad_buffer`."""
+        assert self.grad_buffer is not None
+        self.grad = self.like_parameter(self.grad_buffer)
         self.grad_place = place_of(self.grad)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:

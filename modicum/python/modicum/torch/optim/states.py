@@ -20,18 +20,18 @@ _ROWS = {row["name"]: row for row in _modicum.state_formats()}
 _SCALE_BLOCK = 128  # elements of a row with one scale per 8-bit moment
 
 
-def dtype_of(part: Part, plane: str) -> torch.dtype:
+def dtype_of(part: Part, name: str) -> torch.dtype:
     """The dtype of `master`, `grad` or `moment` in the part's format."""
-    return getattr(torch, _ROWS[part.format][plane])
+    return getattr(torch, _ROWS[part.format][name])
 
 
-def plane_dtype(part: Part, plane: str) -> torch.dtype:
+def tensor_dtype(part: Part, name: str) -> torch.dtype:
     """The dtype of any state tensor, as `_modicum.AdamW.plane` has it in
     memory: 8-bit codes of second moments are unsigned."""
-    if plane in ("master", "master_low", "grad"):
-        return dtype_of(part, plane)
+    if name in ("master", "master_low", "grad"):
+        return dtype_of(part, name)
     dtype = dtype_of(part, "moment")
-    return torch.uint8 if dtype == torch.int8 and plane != "exp_avg" else dtype
+    return torch.uint8 if dtype == torch.int8 and name != "exp_avg" else dtype
 
 
 def is_own_master(part: Part) -> bool:

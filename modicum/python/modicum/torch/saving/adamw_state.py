@@ -83,7 +83,7 @@ class AdamWState:
         return _modicum.state_text(optimizer.state_format, optimizer.seed, steps, without)
 
     def note_loaded(self) -> None:
-        """Adopts the planes and the step counts that were read into the states."""
+        """Adopts the state tensors and the step counts that were read into the states."""
         bound = bound_of(self._optimizer)
         bound.show_rounded_masters()
         bound.note_steps()
