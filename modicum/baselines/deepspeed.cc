@@ -341,11 +341,12 @@ class Forecast {
           buffer.bytes * forecast_.params_of_rank);
     }
     if (config_.stage < 3) {
-      add({kTempGradBuffer, "deepspeed", "init", "staging"}, 2 * largest_);
+      add({kTempGradBuffer, "deepspeed", "init", "staging", true}, 2 * largest_);
     }
-    add({"fixed", "deepspeed", "init", "process"}, kFixedBytes);
+    add({"fixed", "deepspeed", "init", "process", true}, kFixedBytes);
     if (baseline_bytes_ == 0) return;
-    add({"process before DeepSpeed (--baseline)", "process", "init", "process"}, baseline_bytes_);
+    add({"process before DeepSpeed (--baseline)", "process", "init", "process", true},
+        baseline_bytes_);
   }
 
   void pinned_lines() {
@@ -355,7 +356,7 @@ class Forecast {
           rounding_of_all(buffer));
     }
     if (config_.stage < 3 && config_.optimizer.pin_memory) {
-      add({kTempGradBuffer, "pinned rounding", "init", "pinned_rounding"},
+      add({kTempGradBuffer, "pinned rounding", "init", "pinned_rounding", true},
           rounding_of(2 * largest_));
     }
   }
@@ -410,10 +411,11 @@ class Forecast {
 
   struct LineLabels {
     std::string_view name, owner, phase, purpose;  // of a line
+    bool is_fixed = false;
   };
   void add(const LineLabels& labels, uint64_t bytes) {
     forecast_.lines.push_back({std::string(labels.name), labels.owner, labels.phase, labels.purpose,
-                               forecast_.per_param(bytes), bytes});
+                               labels.is_fixed, bytes});
   }
 
   const DeepSpeedConfig& config_;

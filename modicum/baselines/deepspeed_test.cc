@@ -37,7 +37,8 @@ DeepSpeedForecast forecast(const std::string& config, int workers = 0, bool pers
 }
 
 double per_param(const DeepSpeedForecast& forecast, std::string_view phase) {
-  return forecast.per_param(forecast.bytes_at(phase));
+  return static_cast<double>(forecast.sum_at(phase).bytes) /
+         static_cast<double>(forecast.params_of_rank);
 }
 
 // The numbers are the measured bytes per parameter of the process tree of one rank. The tolerances
@@ -55,18 +56,28 @@ TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   EXPECT_NEAR(per_param(forecast(accumulates, 2, true), "step_1"), 31.08, 0.4);
 }
 
+// Must fail if bytes that don't grow with the model count in the figure per parameter.
+TEST(DeepSpeed, FixedBytesAreNotPerParameter) {
+  const DeepSpeedForecast alone = forecast(config_of(2, kPageable));
+  const DeepSpeedForecast::Sum sum = alone.sum_at("step_1");
+  EXPECT_DOUBLE_EQ(alone.per_param(sum), 18);
+  EXPECT_EQ(sum.bytes, 18 * alone.params_of_rank + sum.fixed_bytes);
+  EXPECT_GT(sum.fixed_bytes, 100'000'000U);
+}
+
 TEST(DeepSpeed, EachLineHasItsOwner) {
   const DeepSpeedForecast forked = forecast(config_of(2, kPageable), 2, false, 2);
   EXPECT_EQ(forked.params, 201000000U);
   EXPECT_EQ(forked.params_of_rank, 100500000U);
   // A fork copies the master (4), the staging (2), the gradients (4) and the moments (8). Step 1
   // adds the moments and the copies of the other three.
-  EXPECT_EQ(forked.bytes_of("fork"), 18 * forked.params_of_rank);
-  EXPECT_EQ(forked.bytes_at("step_1") - forked.bytes_at("init"), (8 + 10) * forked.params_of_rank);
-  EXPECT_EQ(forked.bytes_of("pinned rounding"), 0U);
+  EXPECT_EQ(forked.sum_of("fork").bytes, 18 * forked.params_of_rank);
+  EXPECT_EQ(forked.sum_at("step_1").bytes - forked.sum_at("init").bytes,
+            (8 + 10) * forked.params_of_rank);
+  EXPECT_EQ(forked.sum_of("pinned rounding").bytes, 0U);
   uint64_t sum = 0;
   for (const DeepSpeedForecast::Line& line : forked.lines) sum += line.bytes;
-  EXPECT_EQ(sum, forked.bytes_at("epoch_2"));
+  EXPECT_EQ(sum, forked.sum_at("epoch_2").bytes);
 }
 
 // Each pinned buffer is rounded to a power of two; forks don't copy it.
@@ -77,18 +88,18 @@ TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
   // 2^25 bytes and is not rounded.
   const uint64_t expected =
       2 * ((uint64_t{1} << 30) - 4 * params) + (uint64_t{1} << 29) - 2 * params;
-  EXPECT_EQ(pinned.bytes_of("pinned rounding"), expected);
-  EXPECT_EQ(pinned.bytes_of("fork"), 8 * params) << "the moments";
+  EXPECT_EQ(pinned.sum_of("pinned rounding").bytes, expected);
+  EXPECT_EQ(pinned.sum_of("fork").bytes, 8 * params) << "the moments";
   // Accumulated gradients are a buffer per parameter: eleven of 2^25 bytes, and a last one.
   const std::string twice = R"(, "gradient_accumulation_steps": 2)";
   const uint64_t last = 2 * (params - 11 * (uint64_t{1} << 24));
-  EXPECT_EQ(forecast(config_of(2, kPinned, twice)).bytes_of("pinned rounding"),
+  EXPECT_EQ(forecast(config_of(2, kPinned, twice)).sum_of("pinned rounding").bytes,
             expected + (uint64_t{1} << 25) - last);
 }
 
 TEST(DeepSpeed, Stage3HasOtherBuffers) {
   const DeepSpeedForecast alone = forecast(config_of(3, kPageable));
-  EXPECT_EQ(alone.bytes_at("step_1") - alone.bytes_at("init"), 8 * alone.params_of_rank);
+  EXPECT_EQ(alone.sum_at("step_1").bytes - alone.sum_at("init").bytes, 8 * alone.params_of_rank);
   EXPECT_NEAR(per_param(alone, "step_1"), 18.58, 0.01);
   const std::string param = R"(, "offload_param": {"device": "cpu", "pin_memory": false})";
   EXPECT_NEAR(per_param(forecast(config_of(3, kPageable + param)), "step_1"), 20.58, 0.01);
@@ -103,8 +114,8 @@ TEST(DeepSpeed, WithoutOffloadTheHostHoldsNothing) {
 TEST(DeepSpeed, ReportsOurFormatsForComparison) {
   const DeepSpeedForecast result = forecast(config_of(2, kPageable), 0, false, 4);
   ASSERT_EQ(result.ours.size(), state_formats().size());
-  EXPECT_NEAR(result.per_param(result.ours.front().bytes), 16, 0.01);
-  EXPECT_NEAR(result.per_param(result.ours.back().bytes), 7.0625, 0.01);
+  EXPECT_NEAR(result.per_param({result.ours.front().bytes}), 16, 0.01);
+  EXPECT_NEAR(result.per_param({result.ours.back().bytes}), 7.0625, 0.01);
 }
 
 TEST(DeepSpeed, AccumulationIsDerivedFromTheBatchSizes) {
@@ -176,8 +187,8 @@ TEST(DeepSpeed, AGivenBaselineIsALine) {
   const DeepSpeedConfig config = read_deepspeed(config_of(2, kPageable), 1);
   const DeepSpeedForecast without = deepspeed_forecast(config, sizes, {});
   const DeepSpeedForecast with = deepspeed_forecast(config, sizes, {.baseline_bytes = kGiB});
-  EXPECT_EQ(without.bytes_of("process"), 0U);
-  EXPECT_EQ(with.bytes_of("process"), kGiB);
+  EXPECT_EQ(without.sum_of("process").bytes, 0U);
+  EXPECT_EQ(with.sum_of("process").bytes, kGiB);
   EXPECT_EQ(with.peak_bytes() - without.peak_bytes(), kGiB);
 }
 

@@ -15,24 +15,33 @@ constexpr std::array<std::string_view, 4> kForecastOwners = {"deepspeed", "fork"
 
 }  // namespace
 
-uint64_t DeepSpeedForecast::bytes_at(std::string_view phase) const noexcept {
-  uint64_t sum = 0;
+void DeepSpeedForecast::Sum::add(const Line& line) noexcept {
+  bytes += line.bytes;
+  if (line.is_fixed) fixed_bytes += line.bytes;
+}
+
+DeepSpeedForecast::Sum DeepSpeedForecast::sum_at(std::string_view phase) const noexcept {
+  Sum sum;
   for (const std::string_view each : kPhases) {
-    for (const Line& line : lines) sum += line.phase == each ? line.bytes : 0;
+    for (const Line& line : lines) {
+      if (line.phase == each) sum.add(line);
+    }
     if (each == phase) break;
   }
   return sum;
 }
 
-uint64_t DeepSpeedForecast::bytes_of(std::string_view owner) const noexcept {
-  uint64_t sum = 0;
-  for (const Line& line : lines) sum += line.owner == owner ? line.bytes : 0;
+DeepSpeedForecast::Sum DeepSpeedForecast::sum_of(std::string_view owner) const noexcept {
+  Sum sum;
+  for (const Line& line : lines) {
+    if (line.owner == owner) sum.add(line);
+  }
   return sum;
 }
 
 std::span<const std::string_view> DeepSpeedForecast::phases() noexcept { return kPhases; }
 
-uint64_t DeepSpeedForecast::peak_bytes() const noexcept { return bytes_at(kPhases.back()); }
+uint64_t DeepSpeedForecast::peak_bytes() const noexcept { return sum_at(kPhases.back()).bytes; }
 
 uint64_t DeepSpeedForecast::on_node(uint64_t bytes) const noexcept {
   return saturating_mul(bytes, static_cast<uint64_t>(ranks_of_node));
@@ -42,7 +51,7 @@ std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
   const DeepSpeedForecast& forecast = *report.deepspeed;
   std::vector<Owner> owners;
   for (const std::string_view owner : kForecastOwners) {
-    const uint64_t bytes = forecast.on_node(forecast.bytes_of(owner));
+    const uint64_t bytes = forecast.on_node(forecast.sum_of(owner).bytes);
     if (bytes > 0) owners.push_back({std::string(owner), bytes});
   }
   sort_by_bytes(owners);
@@ -53,14 +62,32 @@ std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
                     *report.budget);
 }
 
-double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
-  return params_of_rank == 0 ? 0 : static_cast<double>(bytes) / static_cast<double>(params_of_rank);
+double DeepSpeedForecast::per_param(const Sum& sum) const noexcept {
+  const auto bytes = static_cast<double>(sum.bytes - sum.fixed_bytes);
+  return params_of_rank == 0 ? 0 : bytes / static_cast<double>(params_of_rank);
 }
 
+namespace {
+
+DeepSpeedForecast::Sum sum_of_line(const DeepSpeedForecast::Line& line) {
+  DeepSpeedForecast::Sum sum;
+  sum.add(line);
+  return sum;
+}
+
+// Of a line or a sum: bytes per parameter, or the word "fixed".
+std::string per_param_text(const DeepSpeedForecast& forecast, const DeepSpeedForecast::Sum& sum) {
+  const bool is_fixed = sum.bytes > 0 && sum.bytes == sum.fixed_bytes;
+  return is_fixed ? "fixed" : fmt::format("{:.2f}", forecast.per_param(sum));
+}
+
+}  // namespace
+
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast) {
-  const auto amount = [&](uint64_t bytes) {
-    out.member("bytes_per_param", forecast.per_param(bytes)).member("rank_bytes", bytes);
-    out.member("node_bytes", forecast.on_node(bytes)).end_object();
+  const auto amount = [&](const DeepSpeedForecast::Sum& sum) {
+    out.member("bytes_per_param", forecast.per_param(sum)).member("fixed_bytes", sum.fixed_bytes);
+    out.member("rank_bytes", sum.bytes).member("node_bytes", forecast.on_node(sum.bytes));
+    out.end_object();
   };
   out.key("deepspeed")
       .begin_object()
@@ -70,23 +97,24 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast) {
   out.member("ranks_of_node", forecast.ranks_of_node).key("lines").begin_array();
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
     out.begin_object().member("name", line.name).member("owner", line.owner);
-    out.member("phase", line.phase).member("bytes_per_param", line.bytes_per_param);
-    out.member("bytes", line.bytes).end_object();
+    out.member("phase", line.phase)
+        .member("bytes_per_param", forecast.per_param(sum_of_line(line)));
+    out.member("is_fixed", line.is_fixed).member("bytes", line.bytes).end_object();
   }
   out.end_array().key("totals").begin_object();
   for (const std::string_view phase : kPhases) {
     out.key(phase).begin_object();
-    amount(forecast.bytes_at(phase));
+    amount(forecast.sum_at(phase));
   }
   out.end_object().key("by_owner").begin_object();
   for (const std::string_view owner : kForecastOwners) {
     out.key(owner).begin_object();
-    amount(forecast.bytes_of(owner));
+    amount(forecast.sum_of(owner));
   }
   out.end_object().key("ours").begin_array();
   for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours) {
     out.begin_object().member("state_format", row_of(ours.format).name);
-    amount(ours.bytes);
+    amount({ours.bytes});
   }
   out.end_array().end_object();
 }
@@ -98,25 +126,29 @@ std::string deepspeed_text(const DeepSpeedForecast& forecast) {
   text += fmt::format("{:<9} {:<16} {:>12} {:>10}  {}\n", "taken at", "owner", "bytes", "per param",
                       "what");
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
-    text += fmt::format("{:<9} {:<16} {:>12} {:>10.2f}  {}\n", line.phase, line.owner,
-                        format_size(line.bytes), line.bytes_per_param, line.name);
+    text += fmt::format("{:<9} {:<16} {:>12} {:>10}  {}\n", line.phase, line.owner,
+                        format_size(line.bytes), per_param_text(forecast, sum_of_line(line)),
+                        line.name);
   }
-  const auto total = [&](std::string_view what, uint64_t bytes) {
-    text += fmt::format("{:<26} {:>12} {:>10.2f}  per node: {}\n", what, format_size(bytes),
-                        forecast.per_param(bytes), format_size(forecast.on_node(bytes)));
+  const auto total = [&](std::string_view what, const DeepSpeedForecast::Sum& sum) {
+    text += fmt::format("{:<26} {:>12} {:>10}  per node: {}{}\n", what, format_size(sum.bytes),
+                        per_param_text(forecast, sum), format_size(forecast.on_node(sum.bytes)),
+                        sum.fixed_bytes == 0 || sum.fixed_bytes == sum.bytes
+                            ? ""
+                            : fmt::format("; fixed: {}", format_size(sum.fixed_bytes)));
   };
   text += '\n';
   for (const std::string_view owner : kForecastOwners) {
-    const uint64_t bytes = forecast.bytes_of(owner);
-    if (bytes > 0) total(fmt::format("sum of {}", owner), bytes);
+    const DeepSpeedForecast::Sum sum = forecast.sum_of(owner);
+    if (sum.bytes > 0) total(fmt::format("sum of {}", owner), sum);
   }
   text += '\n';
   for (const std::string_view phase : kPhases) {
-    total(fmt::format("all by {}", phase), forecast.bytes_at(phase));
+    total(fmt::format("all by {}", phase), forecast.sum_at(phase));
   }
   text += "\nModicum's optimizer state by format, held from the beginning\n";
   for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours)
-    total(row_of(ours.format).name, ours.bytes);
+    total(row_of(ours.format).name, {ours.bytes});
   return text;
 }
 
@@ -124,7 +156,7 @@ std::string deepspeed_sentence(const DeepSpeedForecast& forecast) {
   std::string text = fmt::format("DeepSpeed {}, ZeRO-{}, needs", forecast.version, forecast.stage);
   for (const std::string_view phase : kPhases) {
     text += fmt::format("{} {} by {}", phase == kPhases.front() ? "" : ",",
-                        format_size(forecast.on_node(forecast.bytes_at(phase))), phase);
+                        format_size(forecast.on_node(forecast.sum_at(phase).bytes)), phase);
   }
   return text + " on a node";
 }
@@ -137,19 +169,18 @@ PageTable deepspeed_table(const DeepSpeedForecast& forecast) {
                       forecast.version, forecast.stage, forecast.params_of_rank, forecast.params),
       .head = {"what", "owner", "allocated at", "per node", "per rank", "bytes per parameter"}};
   const auto add = [&](std::string_view what, std::string_view owner, std::string_view phase,
-                       uint64_t bytes) {
+                       const DeepSpeedForecast::Sum& sum) {
     table.rows.push_back({std::string(what), std::string(owner), std::string(phase),
-                          format_size(forecast.on_node(bytes)), format_size(bytes),
-                          fmt::format("{:.2f}", forecast.per_param(bytes))});
+                          format_size(forecast.on_node(sum.bytes)), format_size(sum.bytes),
+                          per_param_text(forecast, sum)});
   };
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
-    add(line.name, line.owner, line.phase, line.bytes);
+    add(line.name, line.owner, line.phase, sum_of_line(line));
   }
   for (const std::string_view owner : kForecastOwners) {
-    if (forecast.bytes_of(owner) > 0) add("sum", owner, "", forecast.bytes_of(owner));
+    if (forecast.sum_of(owner).bytes > 0) add("sum", owner, "", forecast.sum_of(owner));
   }
-  for (const std::string_view phase : kPhases)
-    add("sum of all", "", phase, forecast.bytes_at(phase));
+  for (const std::string_view phase : kPhases) add("sum of all", "", phase, forecast.sum_at(phase));
   return table;
 }
 

@@ -81,11 +81,16 @@ struct StrategyReport {
 struct DeepSpeedForecast {
   struct Line {
     std::string name;
-    std::string_view owner;      // "deepspeed", "fork", "pinned rounding", "process"
-    std::string_view phase;      // in which it is allocated: "init", "step_1", "epoch_2"
-    std::string_view purpose;    // its owner on a page: "master", "fork"
-    double bytes_per_param = 0;  // bytes / params_of_rank
-    uint64_t bytes = 0;          // per rank
+    std::string_view owner;    // "deepspeed", "fork", "pinned rounding", "process"
+    std::string_view phase;    // in which it is allocated: "init", "step_1", "epoch_2"
+    std::string_view purpose;  // its owner on a page: "master", "fork"
+    bool is_fixed = false;     // whether `bytes` do not grow with params_of_rank
+    uint64_t bytes = 0;        // per rank
+  };
+  struct Sum {
+    uint64_t bytes = 0;        // per rank
+    uint64_t fixed_bytes = 0;  // of those, the bytes of fixed lines
+    void add(const Line& line) noexcept;
   };
   struct StateFormatBytes {  // the memory of Modicum's optimizer state
     StateFormat format = StateFormat::fp32;
@@ -100,11 +105,12 @@ struct DeepSpeedForecast {
   std::vector<StateFormatBytes> ours;
 
   static std::span<const std::string_view> phases() noexcept;  // in order
-  uint64_t bytes_at(std::string_view phase) const noexcept;    // per rank, at the end of the phase
+  Sum sum_at(std::string_view phase) const noexcept;           // at the end of the phase
+  Sum sum_of(std::string_view owner) const noexcept;           // in all phases
   uint64_t peak_bytes() const noexcept;                        // per rank, in the last phase
-  uint64_t bytes_of(std::string_view owner) const noexcept;    // per rank, in all phases
   uint64_t on_node(uint64_t bytes) const noexcept;  // `bytes` of a rank, on the largest node
-  double per_param(uint64_t bytes) const noexcept;
+  // Per parameter of the rank, without fixed bytes.
+  double per_param(const Sum& sum) const noexcept;
 };
 
 // The requested run with some flags changed, so that its plan fits the budget.

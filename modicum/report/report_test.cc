@@ -199,10 +199,11 @@ TEST(PlanReport, AGivenBaselineIsTakenAsItIs) {
 DeepSpeedForecast small_forecast() {
   DeepSpeedForecast forecast{.version = "0.19.8", .stage = 2, .params = 200, .params_of_rank = 100};
   forecast.ranks_of_node = 2;
-  forecast.lines = {{"fp32 master", "deepspeed", "init", "master", 4, 500 * kMiB},
-                    {"fixed", "deepspeed", "init", "process", 1, 100 * kMiB},
-                    {"moments", "deepspeed", "step_1", "moments", 8, 400 * kMiB},
-                    {"fp32 master, copied when written", "fork", "epoch_2", "fork", 1, 100 * kMiB}};
+  forecast.lines = {
+      {"fp32 master", "deepspeed", "init", "master", false, 500 * kMiB},
+      {"fixed", "deepspeed", "init", "process", true, 100 * kMiB},
+      {"moments", "deepspeed", "step_1", "moments", false, 400 * kMiB},
+      {"fp32 master, copied when written", "fork", "epoch_2", "fork", false, 100 * kMiB}};
   return forecast;
 }
 
@@ -250,6 +251,10 @@ TEST(PlanReport, DeepSpeedHasSumsByOwnerAndNoTableOfStrategies) {
   EXPECT_NE(text.find("sum of deepspeed            1000.00 MiB"), std::string::npos) << text;
   EXPECT_NE(text.find("sum of fork                  100.00 MiB"), std::string::npos) << text;
   EXPECT_EQ(text.find("sum of pinned rounding"), std::string::npos);
+  EXPECT_NE(text.find("       fixed  fixed\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("; fixed: 100.00 MiB\n"), std::string::npos) << text;
+  EXPECT_NE(plan_json(report).find(R"("fixed_bytes":104857600,"rank_bytes":1048576000)"),
+            std::string::npos);
   EXPECT_NE(plan_text(report, true).find("\nown-shard "), std::string::npos);
   report.optimizer = "adamw:fp32";
   EXPECT_NE(plan_text(report, false).find("\nown-shard "), std::string::npos);
