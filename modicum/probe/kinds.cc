@@ -140,7 +140,9 @@ uint64_t MemoryKinds::total() const noexcept {
   return std::accumulate(bytes.begin(), bytes.end(), uint64_t{0});
 }
 
-std::optional<MemoryKinds> read_memory_kinds(int pid, const std::string& root) {
+namespace {
+
+std::optional<ProcessKinds> read_process_kinds(int pid, const std::string& root) {
   if (is_in_parents_memory(pid, root)) return std::nullopt;
   const auto mappings = read_mappings(pid, root);
   if (!mappings || mappings->empty()) return std::nullopt;
@@ -148,7 +150,8 @@ std::optional<MemoryKinds> read_memory_kinds(int pid, const std::string& root) {
   for (size_t at = 0; at < mappings->size(); ++at) {
     if (const auto part = part_of(*mappings, at)) parts.push_back(*part);
   }
-  MemoryKinds kinds;
+  ProcessKinds process{.pid = pid};
+  MemoryKinds& kinds = process.kinds;
   try {
     kinds =
         count_pages(parts, *PosixFileSystem().open(fmt::format("{}/proc/{}/pagemap", root, pid)));
@@ -168,7 +171,15 @@ std::optional<MemoryKinds> read_memory_kinds(int pid, const std::string& root) {
   kinds[MemoryKind::anonymous] = status->rss_anon - std::min(status->rss_anon, kinds.total());
   kinds[MemoryKind::shared_memory] = status->rss_shmem;
   kinds.file_bytes = status->rss_file;
-  return kinds;
+  process.name = status->name;
+  return process;
+}
+
+}  // namespace
+
+std::optional<MemoryKinds> read_memory_kinds(int pid, const std::string& root) {
+  const auto process = read_process_kinds(pid, root);
+  return process ? std::optional(process->kinds) : std::nullopt;
 }
 
 std::vector<ProcessKinds> read_tree_kinds(int pid, const std::string& root) {
@@ -177,9 +188,7 @@ std::vector<ProcessKinds> read_tree_kinds(int pid, const std::string& root) {
   pids.insert(pids.end(), below.begin(), below.end());
   std::vector<ProcessKinds> tree;
   for (const int member : pids) {
-    const auto kinds = read_memory_kinds(member, root);
-    if (!kinds) continue;
-    tree.push_back({member, read_status(member, root).value_or(ProcessStatus()).name, *kinds});
+    if (auto process = read_process_kinds(member, root)) tree.push_back(std::move(*process));
   }
   return tree;
 }
