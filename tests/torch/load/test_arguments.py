@@ -540,8 +540,8 @@ LINEAR = torch.nn.Linear(1, 1)
     ("model", "how", "message"),
     [
         ({}, {}, "USAGE: model .expected a torch.nn.Module, got dict"),
-        (LINEAR, {"dtype": "auto"}, "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
-        (LINEAR, {"dtype": "bf16"}, "USAGE: dtype .expected a torch.dtype, .* got 'bf16'"),
+        (LINEAR, {"dtype": "auto"}, "USAGE: dtype .expected float32, bfloat16, .* got 'auto'"),
+        (LINEAR, {"dtype": torch.int8}, "USAGE: dtype .expected float32, .* got torch.int8"),
         (LINEAR, {"optimizer": 5}, "USAGE: optimizer .expected modicum.torch.AdamW, got .*int"),
         (LINEAR, {"optimizer": "adam"}, "USAGE: optimizer .expected .*AdamW, got builtins.str"),
     ],

@@ -12,7 +12,7 @@ from modicum.imports.kinds import ZERO, required
 from modicum.imports.report import ImportReport
 from modicum.imports.streams import Size, write_step
 from modicum.imports.zero import ZeroDirectory
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.options import dtype_text
 from modicum.upstream.torch_optim import OPTIMIZERS
 from modicum.walk.arguments import integer, root_of
 
@@ -54,8 +54,8 @@ def import_checkpoint(
         state_format: for DeepSpeed "fp32" (also None) or "fp32-split": the format of the
             `modicum.torch.AdamW`, with seed 0, that will resume the checkpoint. DeepSpeed's masters
             become its state, and trained weights are made from them.
-        dtype: the dtype of all tensors that can be cast, a torch.dtype or its name; None: as saved,
-            and for DeepSpeed as trained.
+        dtype: the dtype of all tensors that can be cast, a torch.dtype or its name; None: as
+            saved, and for DeepSpeed as trained.
         budget: host memory of this process, bytes or "1.5GiB"; None: what the kernel still grants;
             "none": not checked.
 
@@ -71,7 +71,7 @@ def import_checkpoint(
             without `optimizer="none"`, state of DeepSpeed that is not Adam's.
         BudgetError: the import does not fit; nothing was written.
     """
-    root, cast = root_of(run), _dtype(dtype)
+    root, cast = root_of(run), dtype_text(dtype)
     number = None if step is None else integer("step", step, 0)
     path = Path(directory)
     found = required(path)
@@ -122,13 +122,3 @@ def _require_class_name(optimizer: Any) -> None:
             return
         expected = repr(known)
     raise refusal("USAGE", "optimizer", expected=expected, got=repr(optimizer))
-
-
-def _dtype(dtype: Any) -> str | None:
-    if dtype is None:
-        return None
-    name = dtype_name(dtype)
-    if name not in FLOATS:
-        expected = f"{', '.join(sorted(FLOATS))} or None"
-        raise refusal("USAGE", "dtype", expected=expected, got=repr(dtype))
-    return name

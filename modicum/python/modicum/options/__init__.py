@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     import torch
 
 Size = int | str
+_DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_text(dtype: Any) -> str | None:
+    """torch's name of an argument `dtype`, which is a torch.dtype, a name as in `--dtype`, or None.
+    Raises `UsageError` for any other."""
+    known = {None: None} | _DTYPES | _SHORT_DTYPES
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in known:
+        expected = f"{', '.join(_DTYPES)} ({', '.join(_SHORT_DTYPES)}) or None"
+        raise refusal("USAGE", "dtype", expected=expected, got=repr(dtype))
+    return known[name]
 
 
 class Options:
@@ -57,9 +70,9 @@ class SaveOptions(Options):
     source: str | Path | None = None
     """A checkpoint with the model's names, whose names, division into files, config and tokenizer
     the saved one gets; None: the checkpoint that was loaded."""
-    dtype: "torch.dtype | None" = None
-    """The dtype of all tensors that can be cast; rounds nothing of an optimizer; None: as in the
-    model."""
+    dtype: "torch.dtype | str | None" = None
+    """The dtype of all tensors that can be cast, a torch.dtype or its name ("bfloat16" or "bf16");
+    rounds nothing of an optimizer; None: as in the model."""
     shard_size: Size | None = None
     """The largest size of a file, bytes or text ("5GB"); None: the source's division."""
     unused: Literal["copy", "drop"] | None = None
@@ -77,6 +90,9 @@ class SaveOptions(Options):
     replicas: Literal["equal", "first"] | None = None
     """With "equal" (the default) refuse parameters and state that differ between ranks, at the cost
     of a pass over replicated tensors. With "first" save the first rank's, as buffers always are."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_text(self.dtype))
 
 
 def read_options(

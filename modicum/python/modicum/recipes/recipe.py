@@ -13,6 +13,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
+from modicum.options import dtype_text
 from modicum.recipes.adapters import RecipeRequest, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Node, caller, init
@@ -432,7 +433,7 @@ def build_recipe(
         ),
     )
     _check_unexpected(translation, unexpected, structure, stored)
-    dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
+    dtypes = Dtypes(structure, targets, dtype_text(dtype), keep_fp32)
     recipe = Recipe(grown=translation.grown, unexpected=sorted(translation.unexpected))
     for name, array in translation.arrays.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
@@ -460,15 +461,14 @@ def _of_tokens(structure: Structure) -> frozenset[str]:
 
 
 def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
-    """The model of a directory's config.json on meta, without memory for its weights. `dtype`: None
-    means the dtype in the config, or float32 if the config has none."""
+    """The model of a directory's config.json on meta, without memory for its weights. `dtype`: a
+    torch.dtype or its name; None means the dtype in the config, or float32 if the config has
+    none."""
     import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    dtype = dtype or config.dtype or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, dtype_text(dtype) or dtype_name(config.dtype or torch.float32))
     names = config.architectures or []
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:

@@ -66,7 +66,8 @@ def recipe_for(
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
             are those in the unwrapped model, in the wrapped one, or in an adapter's file.
         dtype: None: the dtype of each tensor in the model. Otherwise the dtype with which the model
-            was built: tensors get it as in `from_pretrained`, which keeps listed ones in float32.
+            was built, a torch.dtype or its name: tensors get it as in `from_pretrained`, which
+            keeps listed ones in float32.
         rules: `LoadRules`: keep_fp32, missing, unexpected, key_mapping, adapter, resized. Without a
             rule for missing tensors the model still initialises those that it lists as possibly
             missing, and adapters of which nothing is stored. A tensor that `missing` names also

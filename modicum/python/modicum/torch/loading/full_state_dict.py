@@ -32,7 +32,7 @@ def load_full_state_dict(
     model: nn.Module, state: Full, *,
     strict: bool = True, consume: bool = False,
     optimizer: AdamW | Sequence[AdamW] | None = None, budget: Size | None = None,
-    dtype: torch.dtype | None = None, rules: LoadRules | None = None,
+    dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, progress: bool = True,
 ) -> LoadReport:  # fmt: skip
     """Loads a full state dict of rank 0, or a checkpoint given by its path, into a model sharded by

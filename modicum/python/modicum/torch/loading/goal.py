@@ -14,6 +14,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import counted, refusal
 from modicum.memory.recording import reset_peak
+from modicum.options import dtype_text
 from modicum.recipes import Recipe
 from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import Structure, structure_of
@@ -156,9 +157,7 @@ def goal_of_source(
             warnings.warn(f"modicum: {warning}", stacklevel=3)
     arguments = {**arguments, "missing": "init"} if source is None else {**arguments}
     caller_recipe: Recipe | None = arguments.pop("recipe", None)
-    if arguments["dtype"] is not None and not isinstance(arguments["dtype"], torch.dtype):
-        expected = "a torch.dtype, such as torch.bfloat16, or None"
-        raise refusal("USAGE", "dtype", expected=expected, got=repr(arguments["dtype"]))
+    arguments["dtype"] = dtype_text(arguments["dtype"])
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
     facts |= {f"argument {name}": _repr_of(value) for name, value in arguments.items()}
     facts["argument recipe"] = "" if caller_recipe is None else caller_recipe.text(callers=True)

@@ -34,7 +34,7 @@ from modicum.walk.load_report import LoadReport
 def load(
     model: nn.Module, source: Source, *,
     optimizer: AdamW | Sequence[AdamW] | None = None, budget: Size | None = None,
-    dtype: torch.dtype | None = None, rules: LoadRules | None = None,
+    dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, check: bool = False, progress: bool = True,
 ) -> LoadReport:  # fmt: skip
     """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
@@ -57,7 +57,8 @@ def load(
         budget: host memory per node, bytes or text ("200GiB"). It includes what the processes hold
             already. "none": no limit. None: the budget of `loading()` or the ledger's limit, or
             what the cgroup and the node have left.
-        dtype: the dtype of tensors that `from_pretrained` would cast; None: each parameter's own.
+        dtype: the dtype of tensors that `from_pretrained` would cast, a torch.dtype or its name
+            ("bfloat16" or "bf16"); None: each parameter's own.
         rules: what may differ between the source and the model: `LoadRules`.
         memory: how bytes are held and moved: `MemoryPolicy` without `pin`.
         check: whether to read the source again after the load, and compare every value.

@@ -97,7 +97,7 @@ class Form:
     """The arguments of `save` that determine the files."""
 
     source: str | Path | None = None
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
     unused: str = "copy"
     shard_size: int | str | None = None
     staging: int | str | None = None
@@ -113,9 +113,6 @@ class Form:
         if self.replicas not in ("equal", "first"):
             expected, got = "'equal' or 'first'", repr(self.replicas)
             raise refusal("USAGE", "replicas", expected=expected, got=got)
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            expected = "a torch.dtype, such as torch.bfloat16, or None"
-            raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
         if self.shard_size is not None and _modicum.parse_size(self.shard_size) == 0:
             got = repr(self.shard_size)
             raise refusal("USAGE", "shard_size", expected="a size above 0", got=got)
@@ -123,12 +120,13 @@ class Form:
     def require_exact(self, parameters: Iterable[tuple[str, str]]) -> None:
         """Raises `UsageError` if `dtype` rounds one of the parameters, each as (name, dtype), of an
         optimizer whose state is saved: a resume would go on from the rounded values."""
-        to = None if self.dtype is None else dtype_name(self.dtype)
         for name, dtype in parameters:
-            if to not in (None, dtype, "float32") and dtype in FLOATS:
+            if self.dtype not in (None, dtype, "float32") and dtype in FLOATS:
                 what = "dtype rounds a parameter from which the saved optimizer would go on: leave "
                 what += "out dtype, and convert the checkpoint with `modicum convert`"
-                raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
+                raise refusal(
+                    "UNSUPPORTED", what, tensor=name, expected=dtype, got=self.dtype or ""
+                )
 
 
 def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str) -> Goal:
@@ -327,7 +325,7 @@ def save_plan_of(
     """
     return _modicum.make_save_plan(
         loaded,
-        dtype=None if form.dtype is None else dtype_name(form.dtype),
+        dtype=form.dtype,
         copies_unused=form.unused == "copy",
         shard_size=form.shard_size,
         adapters=bool(form.adapters),
