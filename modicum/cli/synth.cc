@@ -50,7 +50,9 @@ int run_synth(const Args& args, const Surroundings& at) {
   std::string out, dtype, shard_size;
   app.add_option("OUT", out, "the new directory")->required();
   app.add_option("--arch", options.arch,
-                 fmt::format("the model: {}", fmt::join(arch_names(), ", ")))
+                 fmt::format("the model: {} (the last two for tests: transformers can't compute "
+                             "tiny-moe on CPUs, since its widths are no multiples of 16 bytes)",
+                             fmt::join(arch_names(), ", ")))
       ->required()
       ->type_name("NAME");
   app.add_option("--layers", options.layers, "write only the first N layers; default: all")

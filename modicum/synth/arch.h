@@ -12,15 +12,13 @@
 
 namespace modicum {
 
-// Properties that determine a model's tensors. They are not read from config.json, since not every
-// family's config.json has them.
+// Properties that determine a model's tensors, of all models of a family.
 struct ArchTraits {
   bool has_qkv_bias = false;
-  bool has_o_bias = false;
   bool has_qk_norm = false;
   bool has_query_gate = false;  // q_proj makes queries and, of the same width, gates
   bool has_sinks = false;       // attention sinks: one learned number per head
-  bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
+  bool has_experts = false;
 };
 
 // The sizes that determine the shapes of a model's tensors, from config.json. A size that the
@@ -38,6 +36,7 @@ struct ArchWidths : ArchTraits {
   int64_t shared_intermediate = 0;  // width of the shared expert, which processes every token
   int64_t dense_layers = 0;         // how many layers, from the first, have a dense MLP
   bool is_tied = false;             // lm_head is the embedding, and not stored
+  bool has_o_bias = false;
 
   // DeepSeek's multi-head latent attention: keys and values are projected up from a vector of
   // `kv_rank` numbers.
@@ -71,25 +70,24 @@ struct ArchWidths : ArchTraits {
   } tower = {};
 };
 
-// The number of layers and the dtype to generate, which may differ from the hub's.
+// The number of layers and the dtype, which may differ from the hub's.
 struct ArchVariant {
   int layers = 0;
   DType dtype = DType::bf16;  // of all tensors except codes, scales and DeepSeek's router biases
   bool is_quantised = false;
-  bool has_mtp = false;
+  int mtp_layers = 0;  // multi-token prediction: more layers, for the tokens after the next
 };
-
-class TensorList;
 
 struct Arch {
   std::string_view name;  // a value of `--arch`; its config.json is configs/NAME.json.in
   int layers = 0;
   DType dtype = DType::bf16;  // the hub's
-  ArchTraits traits;
-  void (*list)(TensorList& list, const ArchWidths& widths) = nullptr;  // adds the tensors
   // The file in configs/ with the lines for @quantization; empty: not quantised.
   std::string_view quantization = {};
+  int mtp_layers = 0;
 };
+
+constexpr int kMostLayers = 1000;
 
 std::vector<std::string> arch_names();
 // Throws USAGE, with the nearest name, if `name` is unknown.
@@ -98,7 +96,8 @@ const Arch& arch_named(std::string_view name);
 // All tensors under their hub names, in the order of the model's state dict (the order in which
 // transformers fills its files).
 //
-// `layers` 0 means the hub's number of layers. Throws USAGE if `layers` is negative or over 1000.
+// `layers` 0 means the hub's number of layers. Throws USAGE if `layers` is negative or over
+// kMostLayers.
 // The MTP layer (`model.layers.61.*`, `mtp.*`) is included only with the hub's number of layers.
 //
 // Without `dtype` all tensors have the hub's dtypes, codes and scales included. With `dtype` the
@@ -106,6 +105,12 @@ const Arch& arch_named(std::string_view name);
 // router biases, which are always fp32.
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers = 0,
                                      std::optional<DType> dtype = {});
+
+// The tensors of a model by the text of its config.json, as arch_tensors lists them. The families
+// are those of the architectures. Throws UNSUPPORTED if config.json is of another family, or has a
+// member with which the tensors are not known, FORMAT.JSON, and FORMAT.SCHEMA if a size is missing
+// or out of range.
+std::vector<TensorSpec> config_tensors(const std::string& config);
 
 // The hub's config.json with this number of layers and dtype (see arch_tensors).
 std::string arch_config(const Arch& arch, int layers = 0, std::optional<DType> dtype = {});

@@ -308,6 +308,100 @@ TEST(ArchConfig, HasTheDtypeAndTheTie) {
   EXPECT_NE(text.find("\"tie_word_embeddings\": true"), std::string::npos);
 }
 
+// ---- config_tensors
+
+// The config of a tiny-moe, with `by` in place of its line for `key`; without it if `by` is empty.
+std::string config_with(const std::string& key, const std::string& by,
+                        const char* arch = "tiny-moe") {
+  std::string text = arch_config(arch_named(arch));
+  const size_t at = text.find("  \"" + key + "\":");
+  if (at == std::string::npos) return text.insert(text.find('{') + 1, by + ",");
+  return text.replace(at, text.find('\n', at) - at, by.empty() ? "" : by + ",");
+}
+
+std::string refusal_of_config(const std::string& text) {
+  try {
+    config_tensors(text);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::string shape_in(const std::string& config, const std::string& fqn) {
+  for (const TensorSpec& spec : config_tensors(config)) {
+    if (spec.fqn == fqn) return std::string(torch_name(spec.dtype)) + shape_text(spec.shape);
+  }
+  return "absent";
+}
+
+TEST(ConfigTensors, TheSizesAreThoseOfTheConfig) {
+  const std::string gate = "model.layers.0.mlp.gate.weight";
+  EXPECT_EQ(shape_in(config_with("num_experts", R"("num_experts": 9)"), gate), "bfloat16[9, 6]");
+  EXPECT_EQ(shape_in(config_with("hidden_size", R"("hidden_size": 8)"), gate), "bfloat16[4, 8]");
+  EXPECT_EQ(shape_in(config_with("torch_dtype", R"("dtype": "float32")"), gate), "float32[4, 6]");
+  EXPECT_EQ(shape_in(config_with("head_dim", R"("head_dim": null)"),
+                     "model.layers.0.self_attn.q_norm.weight"),
+            "bfloat16[2]");
+  const std::string bias = "model.layers.1.self_attn.o_proj.bias";
+  EXPECT_EQ(shape_in(config_with("attention_bias", R"("attention_bias": true)"), bias),
+            "bfloat16[6]");
+  EXPECT_EQ(shape_in(config_with("attention_bias", ""), bias), "absent");
+  EXPECT_EQ(shape_in(config_with("n_inner", R"("n_inner": 5)", "gpt2"), "h.0.mlp.c_fc.weight"),
+            "float32[768, 5]");
+}
+
+TEST(ConfigTensors, AModelOfAnotherFamilyIsRefusedWithTheFamilies) {
+  const std::string error = refusal_of_config(R"({"model_type": "gemma3", "hidden_size": 8})");
+  for (const char* part : {"UNSUPPORTED: ", "got gemma3", "gpt2, llama, qwen2, qwen2_5_vl, qwen3,",
+                           "mixtral, gpt_oss, deepseek_v3"}) {
+    EXPECT_NE(error.find(part), std::string::npos) << error;
+  }
+  EXPECT_NE(refusal_of_config("{}").find("got no model_type"), std::string::npos);
+}
+
+// Catches: a plan for other tensors than those of the model.
+TEST(ConfigTensors, WhatChangesTheTensorsOtherwiseIsRefused) {
+  const auto expect = [](const std::string& config, const char* begin, const char* part) {
+    const std::string error = refusal_of_config(config);
+    EXPECT_TRUE(error.starts_with(begin)) << error;
+    EXPECT_NE(error.find(part), std::string::npos) << error;
+  };
+  expect(config_with("mlp_only_layers", R"("mlp_only_layers": [0])"),
+         "UNSUPPORTED: ", "this mlp_only_layers");
+  expect(config_with("mlp_bias", R"("mlp_bias": true)"), "UNSUPPORTED: ", "this mlp_bias");
+  expect(config_with("x", R"("quantization_config": {"quant_method": "fp8"})"),
+         "UNSUPPORTED: ", "expected no quantization_config, got fp8");
+  expect(config_with("tie_word_embeddings", R"("tie_word_embeddings": false)", "gpt2"),
+         "UNSUPPORTED: ", "this tie_word_embeddings");
+  expect(config_with("attention_bias", R"("attention_bias": true)", "deepseek-v3"),
+         "UNSUPPORTED: ", "this attention_bias");
+  std::string other = arch_config(arch_named("tiny-moe"));
+  other.replace(other.find("ForCausalLM"), 11, "ForSequenceClassification");
+  expect(other, "UNSUPPORTED: ", "expected Qwen3MoeForCausalLM");
+}
+
+// Catches: sizes that overflow, or that fill the memory with names of tensors.
+TEST(ConfigTensors, SizesThatAreMissingOrTooLargeAreRefused) {
+  for (const char* by :
+       {"", R"("num_experts": 0)", R"("num_experts": -1)", R"("num_experts": 1e30)",
+        R"("num_experts": 1.5)", R"("num_experts": 1000001)", R"("num_experts": "4")"}) {
+    const std::string error = refusal_of_config(config_with("num_experts", by));
+    EXPECT_TRUE(error.starts_with("FORMAT.SCHEMA: num_experts is missing or has a wrong value"))
+        << error;
+  }
+  for (const char* key : {"hidden_size", "num_key_value_heads", "vocab_size"}) {
+    EXPECT_TRUE(refusal_of_config(config_with(key, "")).starts_with("FORMAT.SCHEMA: a size is "))
+        << key;
+  }
+  for (const char* key : {"num_hidden_layers", "num_attention_heads", "torch_dtype"}) {
+    EXPECT_TRUE(refusal_of_config(config_with(key, "")).starts_with("FORMAT.SCHEMA: ")) << key;
+  }
+  std::string many = config_with("num_experts", R"("num_experts": 1000000)");
+  EXPECT_TRUE(refusal_of_config(many).starts_with("FORMAT.SCHEMA: a size is missing or too large"));
+  EXPECT_TRUE(refusal_of_config("{").starts_with("FORMAT.JSON"));
+}
+
 TEST(SplitIntoFiles, DividesTensorsAsTransformersDoes) {
   const auto bytes = [](const char* name, int64_t n) {
     return TensorSpec{name, Role::param, DType::u8, {n}};

@@ -10,7 +10,9 @@
 
 namespace modicum {
 
-// Collects tensors in the order of the calls of `add`. The default dtype is the variant's.
+// Collects tensors in the order of the calls of `add`. The default dtype is the variant's. Throws
+// FORMAT.SCHEMA for a shape with an empty dim, which comes from a size that config.json lacks, and
+// for tensors that are too large or too many.
 class TensorList {
  public:
   explicit TensorList(const ArchVariant& variant) : variant_(variant) {}
@@ -18,9 +20,7 @@ class TensorList {
   void add(std::string fqn, std::vector<int64_t> shape) {
     add(std::move(fqn), variant_.dtype, std::move(shape));
   }
-  void add(std::string fqn, DType dtype, std::vector<int64_t> shape) {
-    tensors_.push_back({std::move(fqn), Role::param, dtype, std::move(shape)});
-  }
+  void add(std::string fqn, DType dtype, std::vector<int64_t> shape);
   const ArchVariant& variant() const noexcept { return variant_; }
   std::vector<TensorSpec> take() { return std::move(tensors_); }
 
@@ -53,7 +53,7 @@ void list_llama(TensorList& list, const ArchWidths& w);
 void list_mixtral(TensorList& list, const ArchWidths& w);
 void list_qwen25_vl(TensorList& list, const ArchWidths& w);
 void list_gpt_oss(TensorList& list, const ArchWidths& w);
-// The following two end with the MTP layer, if the variant has one.
+// The following two end with the variant's MTP layers.
 void list_qwen3_next(TensorList& list, const ArchWidths& w);
 void list_deepseek(TensorList& list, const ArchWidths& w);
 

@@ -141,14 +141,15 @@ void list_qwen3_next(TensorList& list, const ArchWidths& w) {
   add_decoder(list, w, [&](int layer, const std::string& prefix) {
     add_qwen3_next_layer(list, prefix, w, (layer + 1) % w.linear.interval == 0);
   });
-  if (list.variant().has_mtp) add_qwen3_next_mtp(list, w);
+  if (list.variant().mtp_layers > 0) add_qwen3_next_mtp(list, w);
 }
 
 void list_deepseek(TensorList& list, const ArchWidths& w) {
   add_decoder(list, w, [&](int layer, const std::string& prefix) {
     add_deepseek_layer(list, layer, prefix, w);
   });
-  if (list.variant().has_mtp) add_deepseek_mtp(list, list.variant().layers, w);
+  const auto [layers, dtype, is_quantised, mtp_layers] = list.variant();
+  for (int i = 0; i < mtp_layers; ++i) add_deepseek_mtp(list, layers + i, w);
 }
 
 }  // namespace modicum
