@@ -79,6 +79,10 @@ enum class Content : uint8_t { values, headers };
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
                            Record record = Record::compared, Content content = Content::values);
 
+// The path of a config.json without weights: `path`, if it is a .json file and no index, or that of
+// config.json in a directory that has no weights in any format, no index and no saved checkpoints.
+// nullopt for any other path.
+std::optional<std::string> config_alone(FileSystem& files, const std::string& path);
 // Whether `path` is the name of a model of which the cache has no weights: ORG/NAME, and nothing
 // has this path. False if the cache can't be read.
 bool is_uncached_name(FileSystem& files, const std::string& path);
@@ -122,6 +126,10 @@ bool is_weights_name(std::string_view name);
 // UNSUPPORTED for an adapter in several files, which PEFT does not read, and for an index that
 // would be too long to be read again.
 Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
+// The checkpoint with these tensors that could be beside `config`, the path of a config.json with
+// this text. It has no files to open. Throws the errors of output_manifest.
+Checkpoint unwritten_checkpoint(FileSystem& files, const std::string& config,
+                                const std::string& text, const FileSpecs& tensors);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
 // The text of the index; empty for a single file, which needs none.

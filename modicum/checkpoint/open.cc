@@ -68,8 +68,8 @@ std::string expected_in(FileSystem& files, const std::string& directory,
                        numbers.front());
   }
   if (!contains(names, kConfigFile)) return "a .safetensors file";
-  return "a .safetensors file: its header lists the tensors, config.json does not (`modicum synth "
-         "--sparse` writes files of known models' shapes)";
+  return "a .safetensors file; of known models `modicum plan` needs config.json alone, and "
+         "`modicum synth --sparse` writes files of their shapes";
 }
 
 Source look_into(FileSystem& files, const std::string& directory) {
@@ -246,6 +246,34 @@ void require_countable(const Manifest& manifest) {
         .tensor = largest->spec.fqn,
         .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
         .got = fmt::format("{} bytes", bytes)});
+}
+
+std::optional<std::string> config_alone(FileSystem& files, const std::string& path) {
+  if (!files.is_directory(path)) {
+    const bool is_config = path.ends_with(".json") && !path.ends_with(".index.json");
+    return is_config && files.exists(path) ? std::optional(path) : std::nullopt;
+  }
+  const std::vector<std::string> names = files.list(path);
+  const bool has_weights = std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    return name.ends_with(kShardEnding) || name.ends_with(kIndexEnding) || is_pickle(name);
+  });
+  if (has_weights || !contains(names, kConfigFile) || !foreign_kind(names).empty() ||
+      !step_numbers(files, path).empty()) {
+    return std::nullopt;
+  }
+  return join_path(path, kConfigFile);
+}
+
+Checkpoint unwritten_checkpoint(FileSystem& files, const std::string& config,
+                                const std::string& text, const FileSpecs& tensors) {
+  Checkpoint checkpoint;
+  checkpoint.files = &files;
+  checkpoint.directory = parent_path(config);
+  checkpoint.manifest = output_manifest(tensors);
+  checkpoint.config = parse_config(text, checkpoint.warnings);
+  pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);
+  checkpoint.manifest.identity = identity_of(checkpoint.manifest);
+  return checkpoint;
 }
 
 std::string defining_file(FileSystem& files, const std::string& directory) {

@@ -132,15 +132,33 @@ TEST(Open, AMissingPathIsAnIoError) {
   EXPECT_NE(failure(files, "/nowhere")->what_happened().find("ENOENT"), std::string::npos);
 }
 
-// Catches: an error that does not say why config.json is not enough for a plan.
+// Catches: an error that does not say what takes config.json alone.
 TEST(Open, ADirectoryWithConfigJsonAloneIsRefused) {
   MemoryFileSystem files;
   files.put("/m/config.json", R"({"model_type":"llama"})");
   const auto error = failure(files, "/m");
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::io) << error->what();
-  EXPECT_NE(error->facts().expected.find("config.json does not"), std::string::npos)
+  EXPECT_NE(error->facts().expected.find("`modicum plan` needs config.json alone"),
+            std::string::npos)
       << error->what();
+}
+
+TEST(Open, ConfigJsonIsAloneWithoutWeights) {
+  MemoryFileSystem files;
+  files.put("/m/config.json", "{}");
+  files.put("/m/tokenizer.json", "{}");
+  EXPECT_EQ(config_alone(files, "/m"), "/m/config.json");
+  EXPECT_EQ(config_alone(files, "/m/config.json"), "/m/config.json");
+  EXPECT_EQ(config_alone(files, "/m/none.json"), std::nullopt);
+  for (const char* file : {"a.safetensors", "a.safetensors.index.json", "pytorch_model.bin",
+                           "step-3/COMMIT", ".metadata"}) {
+    MemoryFileSystem with_more = files;
+    with_more.put(std::string("/m/") + file, "x");
+    EXPECT_EQ(config_alone(with_more, "/m"), std::nullopt) << file;
+  }
+  files.put("/m/model.safetensors.index.json", "{}");
+  EXPECT_EQ(config_alone(files, "/m/model.safetensors.index.json"), std::nullopt);
 }
 
 // Catches: an error for a mistyped path that says only ENOENT.

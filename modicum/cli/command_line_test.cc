@@ -364,10 +364,14 @@ TEST_F(CommandLine, ExistingOutputsAreRefused) {
 }
 
 TEST_F(CommandLine, WhatCannotBeFoundIsNamed) {
-  files.put("/config/config.json", R"({"model_type": "llama"})");
-  const Document error = program.refuse(13, "plan /config");
-  EXPECT_TRUE(has(error["expected"].text(), "config.json does not"));
+  files.put("/config/config.json", R"({"model_type": "gemma3"})");
+  const Document error = program.refuse(13, "load /config");
+  EXPECT_TRUE(has(error["expected"].text(), "`modicum plan` needs config.json alone"));
   EXPECT_TRUE(has(error["expected"].text(), "modicum synth"));
+  const Document unknown = program.refuse(2, "plan /config");
+  EXPECT_EQ(unknown["category"].text(), "UNSUPPORTED");
+  EXPECT_EQ(unknown["file"].text(), "config.json");
+  EXPECT_TRUE(has(unknown["expected"].text(), "qwen3_moe"));
   const Document absent = program.refuse(13, "plan organisation/no-such-model");
   EXPECT_TRUE(has(absent["expected"].text(), "ORG/NAME that hf download has put into "));
   EXPECT_TRUE(has(absent["expected"].text(), "`uvx modicum plan`"));

@@ -7,6 +7,7 @@
 
 #include "modicum/probe/probe.h"
 #include "modicum/runs/state_change.h"
+#include "modicum/synth/synth.h"
 
 namespace modicum {
 
@@ -249,9 +250,30 @@ Phase step_phase_of(const Run& run, StateFormat format) {
   return step_phase(run.recipe, run.layout, format, device_threads);
 }
 
+namespace {
+
+// Of config.json alone: the checkpoint that synth would write.
+Checkpoint open_or_expect(FileSystem& files, const std::string& path) {
+  const std::optional<std::string> config = config_alone(files, path);
+  if (!config) return open_checkpoint(files, path, Record::compared, Content::headers);
+  const std::string text = text_of(files, *config, Category::format_limit);
+  const uint64_t file_bytes = SynthOptions().shard_size_bytes;
+  Checkpoint checkpoint = naming_file(base_name(*config), [&] {
+    return unwritten_checkpoint(files, *config, text,
+                                split_into_files(config_tensors(text), file_bytes));
+  });
+  checkpoint.warnings.emplace_back(
+      "planned from config.json alone: names, shapes and files as the hub has them of this "
+      "model_type");
+  return checkpoint;
+}
+
+}  // namespace
+
 Run open_run(FileSystem& files, const RunFlags& flags, Content content) {
   const ParsedFlags parsed = parsed_flags(flags);
-  Checkpoint checkpoint = open_checkpoint(files, flags.directory, Record::compared, content);
+  Checkpoint checkpoint = content == Content::headers ? open_or_expect(files, flags.directory)
+                                                      : open_checkpoint(files, flags.directory);
   std::optional<std::string> recipe;
   if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe, Category::mismatch);
   return run_of(files, flags, parsed, std::move(checkpoint), std::move(recipe));

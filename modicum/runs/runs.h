@@ -76,8 +76,9 @@ struct Run {
 // The phase `step` of a plan of `run` with this state format.
 Phase step_phase_of(const Run& run, StateFormat format);
 // Throws USAGE for invalid or contradicting flags before it opens a file. Then throws the errors of
-// open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
-// UNSUPPORTED if the recipe does not fit the checkpoint.
+// open_checkpoint (with Content::headers, of which config.json alone is enough for the families of
+// `synth`, of config_tensors), USAGE for a regular expression that matches no tensor, and MISMATCH
+// or UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags, Content content = Content::values);
 // As open_run, for a checkpoint that is already opened or yet to be written, and the text of a
 // recipe; ignores `flags.directory` and `flags.recipe`.
