@@ -21,7 +21,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 import accelerate_rank  # noqa: E402  (after torch is known to be there)
@@ -221,6 +221,22 @@ def test_a_model_that_is_built_in_inference_mode_is_loaded(one_rank: None) -> No
         inside.fill(reference)
     for name, parameter in reference.named_parameters():
         assert_same(parameter.detach(), from_pretrained("llama").get_parameter(name), name)
+
+
+def test_a_save_without_fsdp2_says_that_modicum_takes_no_part(tmp_path: Path) -> None:
+    """accelerate saves a model that FSDP2 does not shard. One warning names the reason."""
+    with alone(), loading(progress=False) as inside:
+        model = build()
+        inside.fill(model)
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        with pytest.warns(UserWarning) as warned:
+            for name in ("first", "second"):
+                accelerator.save_state(tmp_path / name)
+    (text,) = [str(warning.message) for warning in warned if "modicum" in str(warning.message)]
+    assert "not Modicum: FSDP2 does not shard it (distributed_type NO). The " in text
+    assert inside.saves == [] and not list(tmp_path.rglob("COMMIT"))
+    assert (tmp_path / "second" / "model.safetensors").exists()
 
 
 def test_an_exempted_model_is_read_as_usual(one_rank: None) -> None:

@@ -14,7 +14,7 @@
 
 Of a PeftModel only the adapters are saved. Three kinds of models are left to accelerate or Trainer:
 those that Modicum did not load, those that FSDP2 does not shard, and those with adapters that can't
-be saved alone, such as a PeftModel that trains other tensors, too.
+be saved alone, such as a PeftModel that trains other tensors, too. A warning names the reason.
 """
 
 import os
@@ -49,10 +49,9 @@ from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import unwrapped
 
-_ADAPTERS = (
-    "modicum: this model with adapters is saved by accelerate and PEFT, not by Modicum: {}. "
-    "The checkpoint has no COMMIT, so a resume does not notice that a save was cut short "
-    "(docs/guide/accelerate.md)"
+_LEFT = (
+    "modicum: accelerate and Trainer save this model, not Modicum: {}. The checkpoint has no "
+    "COMMIT, so a resume does not notice that a save was cut short (docs/guide/accelerate.md)"
 )
 
 
@@ -174,19 +173,10 @@ class Checkpoints:
             self._loadings[-1].saves.append(report)
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model. It does if it has loaded it, if no Trainer saves
-        it in a way of its own, if FSDP2 shards it and, if it has adapters, if a save of these alone
-        is complete. Warns if only the last condition fails."""
-        model = upstream.bare(model)
-        is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
-        if self._is_left or not is_loaded or not accelerator.is_fsdp2:
-            return False
-        if not upstream.has_adapters(model):
-            return True
-        reshard(model)
-        reason = why_not_alone(model)
-        if reason is not None:
-            self._warn_once(_ADAPTERS.format(reason), is_first=accelerator.is_main_process)
+        """Decides whether Modicum saves the model, and warns if it does not."""
+        reason = "" if self._is_left else _why_left(accelerator, upstream.bare(model))
+        if reason:
+            self._warn_once(_LEFT.format(reason), is_first=accelerator.is_main_process)
         return reason is None
 
     def _warn_once(self, what: str, *, is_first: bool) -> None:
@@ -353,8 +343,13 @@ class Checkpoints:
 
     def _decide_for(self, trainer: Any) -> bool:
         """Decides whether Modicum saves the trainer's model, as `_decide`."""
-        is_ours = self._decide(trainer.accelerator, trainer.model)
-        return is_ours and upstream.saves_as_usual(trainer)
+        if not self._decide(trainer.accelerator, trainer.model):
+            return False
+        is_usual = upstream.saves_as_usual(trainer)
+        if not is_usual:
+            what = _LEFT.format(f"{type(trainer).__name__} has its own `_save`")
+            self._warn_once(what, is_first=trainer.accelerator.is_main_process)
+        return is_usual
 
     def _load_from_checkpoint(
         self,
@@ -386,6 +381,19 @@ class Checkpoints:
             self._open.after.append(remove_oldest)
         else:
             remove_oldest()
+
+
+def _why_left(accelerator: Any, model: Any) -> str | None:
+    """Why Modicum does not save the model; None if it does. It saves a model that it has loaded, if
+    FSDP2 shards it and, if it has adapters, if a save of these alone is complete."""
+    if not isinstance(model, nn.Module) or origin_of(model) is None:
+        return "Modicum has not loaded it"
+    if not accelerator.is_fsdp2:
+        return f"FSDP2 does not shard it (distributed_type {accelerator.distributed_type.value})"
+    if not upstream.has_adapters(model):
+        return None
+    reshard(model)
+    return why_not_alone(model)
 
 
 def _checkpoint_of(directory: Path, index: int) -> Path | None:
