@@ -35,12 +35,12 @@ def convert(program: Path, words: Sequence[str]) -> int | None:
         return None  # the program reads the flags first, so no other word is refused
     try:
         with sigterm_raises("SIGTERM ended the conversion"):
-            root, step = _imported(Path(words[at]), words, at)
+            root, checkpoint = _imported(Path(words[at]), words, at)
     except Error as error:
         return report_error(error, words)
     except KeyboardInterrupt:
         return report_error(failure("CANCELLED", "interrupted"), words)
-    code = run([str(program), "convert", *words[:at], step, *words[at + 1 :]])
+    code = run([str(program), "convert", *words[:at], checkpoint, *words[at + 1 :]])
     if code == 0:
         _modicum.remove_tree(root)
     else:
@@ -69,14 +69,14 @@ def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str
     # A checkpoint in float32: the program casts it, and counts values that the dtype cannot hold.
     dtype = "float32" if "--dtype" in _values(words) else None
     root = out.absolute().parent / f".{out.name}.import-{_identity(directory, dtype)}"
-    step = root / "step-0"
-    if not (step / "COMMIT").is_file():
+    checkpoint = root / "step-0"
+    if not (checkpoint / "COMMIT").is_file():
         try:
             _import(directory, root, dtype, words)
         finally:
             if root.is_dir() and not any(root.iterdir()):  # the import has failed
                 _modicum.remove_tree(root)
-    return root, str(step)
+    return root, str(checkpoint)
 
 
 def _import(directory: Path, root: Path, dtype: str | None, words: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from modicum.imports.groups import FILE as GROUPS_FILE
 from modicum.imports.groups import NOT_OPTIONS, Group, options_in, text_of
 from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.recipes.dtypes import FLOATS
+from modicum.walk.optimizer_class import class_text
 
 
 class StoredTensor(NamedTuple):
@@ -75,11 +76,10 @@ def contents_of(
         entry_numbers = numbers.setdefault(fqn, {})
         if not entry.tensor.shape:
             entry_numbers[key] = [entry.tensor.dtype, _number(entry), []]
-    kind = "torch" if optimizer is None else f"torch.{optimizer}"
-    facts = json.dumps({"optimizer": kind, "numbers": numbers})
-    planes = streams_of(_described(tensors), _reader(tensors)) if tensors else None
+    facts = json.dumps({"optimizer": class_text(optimizer), "numbers": numbers})
+    written = streams_of(_described(tensors), _reader(tensors)) if tensors else None
     texts = [(GROUPS_FILE, text_of(optimizer or "", groups))] if groups else []
-    return Contents(weights, planes, facts, texts, [*left_out])
+    return Contents(weights, written, facts, texts, [*left_out])
 
 
 def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -155,12 +155,12 @@ def _step_of(path: Path) -> Path:
 _Files = dict[int, Path]
 
 
-def _files_of(step: Path) -> tuple[_Files, _Files]:
+def _files_of(directory: Path) -> tuple[_Files, _Files]:
     """The files of models and of optimizers, by rank. Raises `UsageError` for other files."""
     models: _Files = {}
     optimizers: _Files = {}
-    with reading(step):
-        paths = sorted(step.iterdir())
+    with reading(directory):
+        paths = sorted(directory.iterdir())
     for path in paths:
         if EXPERT_FILE.fullmatch(path.name):
             unsupported("experts that DeepSpeed distributes", path.name)
@@ -177,7 +177,7 @@ def _files_of(step: Path) -> tuple[_Files, _Files]:
             files[rank] = path
     if 0 not in models or not optimizers:
         expected = "*_model_states.pt and *_optim_states.pt of ZeRO"
-        unsupported("no checkpoint of DeepSpeed's ZeRO", step.name, expected=expected)
+        unsupported("no checkpoint of DeepSpeed's ZeRO", directory.name, expected=expected)
     if 0 not in optimizers:
         missing(_name_like(optimizers, 0))
     return models, optimizers

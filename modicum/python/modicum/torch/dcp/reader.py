@@ -84,13 +84,14 @@ class ModicumReader(StorageReader):
             read_options("ModicumReader without a model", LoadRules, rules, ())
         policy = read_options("ModicumReader", MemoryPolicy, memory, ("staging", "ledger"))
         self._model, self._options = model, {"rules": values, **policy}
-        self._is_of_files = rules is not None and (
-            rules.buffers is None or rules != LoadRules(buffers=rules.buffers)
+        # No other rule than `buffers` acts on a saved state dict.
+        self._may_read_state = rules is None or (
+            rules.buffers is not None and rules == LoadRules(buffers=rules.buffers)
         )
         self._open(source)
 
     def _open(self, source: Source) -> None:
-        kind = StateDictReader if not self._is_of_files and _is_saved(source) else FilesReader
+        kind = StateDictReader if self._may_read_state and _is_saved(source) else FilesReader
         self._reader: FilesReader | StateDictReader = kind(source, self._model, **self._options)
 
     @property

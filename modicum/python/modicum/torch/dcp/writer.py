@@ -43,11 +43,12 @@ from modicum.torch.saving.state_dicts import (
     with_values_of_all,
     writing_of_named,
 )
-from modicum.torch.saving.tensor_state import NO_CLASS, writing_of_entries
+from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
 from modicum.walk.arguments import root_of
+from modicum.walk.optimizer_class import class_text
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -64,7 +65,9 @@ class ModicumWriter(StorageWriter, AsyncStager):
     The state dict must have the tensors of one model, under one key or at the top level. It may
     have one optimizer's state dict, as `get_state_dict` or `get_optimizer_state_dict` returns it,
     flattened or not. It may have values as `extra` of `modicum.torch.save`; a rank may have keys
-    for these that other ranks lack.
+    for these that other ranks lack. In a checkpoint of this writer the `extra` of
+    `modicum.torch.resume` is `{"dcp": {"values": {...}, ...}}`: under "values" these values by key,
+    a nested one under its path, such as "loop.epoch"; the other entries are for `ModicumReader`.
 
     All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
     one checkpoint; `reset` with another `checkpoint_id` begins the next. DCP's `async_save` is
@@ -219,9 +222,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         texts = [("extra/extra.json", ask.common or "")]
         state: StateWriting | None = None
         if parts.optim is not None:
-            kind = (
-                NO_CLASS if self._optimizer is None else f"torch.{type(self._optimizer).__name__}"
-            )
+            kind = class_text(None if self._optimizer is None else type(self._optimizer).__name__)
             entries = named.entries(parts.optim["state"])
             state = state_of(writing_of_entries(entries, kind, ranks, self._form), texts)
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))

@@ -53,7 +53,7 @@ def chosen_checkpoint(
         if (root / "COMMIT").exists():
             return _modicum.check_run_checkpoint(str(root))
         return _modicum.newest_checkpoint(
-            str(root), [(step["step"], step["reason"]) for step in skipped]
+            str(root), [(entry["step"], entry["reason"]) for entry in skipped]
         )
 
     while True:

@@ -92,15 +92,15 @@ def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data[first:last]), dtype=dtype).reshape(shape)
 
 
-def names_for(step: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
+def names_for(checkpoint: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
     """The names of the files with the values that a rank gets.
 
     Args:
         saved_by: the number of ranks that saved the checkpoint. If it equals `ranks`, only this
             rank's `extra_per_rank` is read, otherwise that of all ranks.
     """
-    names = [COMMON] if (step / COMMON).exists() else []
-    if (step / file_of(0)).exists():
+    names = [COMMON] if (checkpoint / COMMON).exists() else []
+    if (checkpoint / file_of(0)).exists():
         names += [file_of(rank)] if ranks == saved_by else map(file_of, range(saved_by))
     return names
 

@@ -105,8 +105,8 @@ class ResumeReport(PrintableReport):
 
     def __str__(self) -> str:
         skipped = "".join(
-            f"skipped the checkpoint of step {step['step']}: {step['reason']}\n"
-            for step in self.skipped
+            f"skipped the checkpoint of step {checkpoint['step']}: {checkpoint['reason']}\n"
+            for checkpoint in self.skipped
         )
         return (
             f"{skipped}{self.path}: step {self.step}, {self.read_bytes / MIB:.2f} MiB read in "

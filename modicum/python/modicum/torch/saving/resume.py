@@ -51,13 +51,14 @@ from modicum.torch.saving.tensor_state import (
 from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.arguments import root_of
+from modicum.walk.optimizer_class import class_text
 
 
 @refuse_old_keywords(LoadRules, MemoryPolicy)
 def resume(
     model: nn.Module, run: str | Path, *,
     optimizer: torch.optim.Optimizer | None = None, budget: Size | None = None,
-    dtype: torch.dtype | None = None, rules: LoadRules | None = None,
+    dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, progress: bool = True,
 ) -> ResumeReport:  # fmt: skip
     """Loads the newest complete checkpoint of a run into a model and its optimizer.
@@ -237,7 +238,7 @@ class FoundCheckpoint:
         if STATE in self.files:
             return text_in(self.files[STATE], STATE)
         if self.has_options:
-            return tensor_state.text(f"torch.{groups.kind_in(self.options)}", {})
+            return tensor_state.text(class_text(groups.kind_in(self.options)), {})
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=self.path.name)
 
@@ -270,7 +271,7 @@ def _declared(
         return [optimizer, LaterMemory({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        saved = _saved_state(found)._replace(step=None if is_cast else found.path)
+        saved = _saved_state(found)._replace(checkpoint=None if is_cast else found.path)
         return [LaterMemory(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 

@@ -32,14 +32,13 @@ from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layou
 from modicum.torch.shards.tensors import copying_into, destination_of, overlaps
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import dtensor_like
+from modicum.walk.optimizer_class import NO_CLASS, class_text
 
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
 _ALIGNMENT = 64  # torch's, for tensors on the CPU
 
 FILE = "optimizer/state.json"
-NO_CLASS = "torch"
-"""In state.json, in place of an optimizer's class that the writer does not know."""
 _DIMS = 64
 
 Numbers = dict[str, dict[str, Any]]
@@ -178,7 +177,7 @@ def kind_of(facts: str) -> str:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    return f"torch.{type(optimizer).__name__}"
+    return class_text(type(optimizer).__name__)
 
 
 def _class_name(kind: str) -> str:
@@ -197,7 +196,7 @@ class SavedState(NamedTuple):
     """The text of state.json."""
     staging: Size | None = None
     """Host memory to stream it through; None: the default."""
-    step: Path | None = None
+    checkpoint: Path | None = None
     """The checkpoint's directory, to compare the parameters' dtypes; None: they may change yet."""
 
 
@@ -266,13 +265,13 @@ def _parameters_of(
         if [*shape] != expected:
             got = str([*shape])
             raise refusal("MISMATCH", "a saved shape", tensor=name, expected=str(expected), got=got)
-    if saved.step is not None:
-        _require_dtypes(parameters, saved.tensors, saved.step)
+    if saved.checkpoint is not None:
+        _require_dtypes(parameters, saved.tensors, saved.checkpoint)
     return parameters
 
 
 def _require_dtypes(
-    parameters: Mapping[str, torch.Tensor], state: _modicum.Checkpoint, step: Path
+    parameters: Mapping[str, torch.Tensor], state: _modicum.Checkpoint, checkpoint: Path
 ) -> None:
     """Raises `UsageError` if a parameter has another dtype than when it was saved, and the state
     was made for the former: torch's optimizers step only state of the parameter's own dtype."""
@@ -283,7 +282,7 @@ def _require_dtypes(
         if dtype == parameter_dtype or dtype not in FLOATS or parameter_dtype not in FLOATS:
             continue
         if weights is None:
-            stored = _modicum.open_checkpoint(step).stored
+            stored = _modicum.open_checkpoint(checkpoint).stored
             weights = {weight: weight_dtype for weight, (weight_dtype, _) in stored.items()}
         # A parameter that the load renames or stacks is compared with all weights.
         if parameter_dtype not in ({weights[fqn]} if fqn in weights else weights.values()):

@@ -32,13 +32,13 @@ def json_in(data: bytes, file: str) -> Any:
         raise failure("INTEGRITY", "not JSON", file=file, got=str(error)) from None
 
 
-def read_files(step: Path, names: Iterable[str]) -> dict[str, bytes]:
+def read_files(checkpoint: Path, names: Iterable[str]) -> dict[str, bytes]:
     """The bytes of files of a checkpoint, by name. Raises `IntegrityError` if a text is too long,
     `IoError` if a file can't be read."""
     files = {}
     for name in names:
         most = _ANY if name.endswith(".safetensors") else _TEXT
-        files[name] = _modicum.read_file(step / name, most_bytes=most)
+        files[name] = _modicum.read_file(checkpoint / name, most_bytes=most)
     return files
 
 
