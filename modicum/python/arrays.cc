@@ -1,8 +1,10 @@
 #include "modicum/python/arrays.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <string>
+#include <vector>
 
 #include "modicum/base/base.h"
 
@@ -50,8 +52,13 @@ Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
     if (!node.empty()) footprint.bytes[i] = node.mapped();
   }
   if (unknown.empty()) return footprint;
+  std::vector<std::string_view> known;
+  for (size_t i = 0; i < footprint.bytes.size(); ++i) {
+    known.push_back(purpose_name(static_cast<Purpose>(i)));
+  }
   fail(Category::usage, "a purpose of memory is unknown",
-       {.got = printable(unknown.begin()->first)});
+       {.expected = fmt::format("one of {}", fmt::join(known, ", ")),
+        .got = printable(unknown.begin()->first)});
 }
 
 }  // namespace modicum::python

@@ -81,6 +81,15 @@ std::string text_of(std::string_view name, const std::optional<Size>& value) {
   return value ? text_of(name, std::optional(python::text_of(*value))) : "";
 }
 
+// The name of an argument `dtype`: a torch.dtype or text.
+std::string dtype_of(const std::optional<nb::object>& dtype) {
+  if (!dtype) return "";
+  const std::string text = nb::str(*dtype).c_str();
+  constexpr std::string_view kPrefix = "torch.";
+  return text_of("dtype",
+                 std::optional(text.starts_with(kPrefix) ? text.substr(kPrefix.size()) : text));
+}
+
 nb::dict inspect(const Path& path) {
   return as_dict(without_the_lock([&] {
     PosixFileSystem files;
@@ -106,7 +115,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::string& strategy, const std::string& layout, const OptionalText& mesh,
               int shard_dim, const OptionalText& tp_rowwise, const OptionalText& tp_packed,
               const OptionalText& tp_replicate, const OptionalText& expert_mesh,
-              const std::string& experts, bool round_robin, const OptionalText& dtype,
+              const std::string& experts, bool round_robin, const std::optional<nb::object>& dtype,
               const OptionalText& keep_fp32, const std::optional<Path>& recipe, bool untie,
               const std::string& destination, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline,
@@ -125,7 +134,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .expert_mesh = text_of("expert_mesh", expert_mesh),
                        .experts = experts,
                        .round_robin = round_robin,
-                       .dtype = text_of("dtype", dtype),
+                       .dtype = dtype_of(dtype),
                        .keep_fp32 = text_of("keep_fp32", keep_fp32),
                        .recipe = recipe.value_or(Path()).string(),
                        .untie = untie,
@@ -150,7 +159,8 @@ Reads headers, index and config only; starts no rank. Sizes are bytes, or text a
 line ("512MB", "1.5GiB").
 
 Args:
-    path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+    path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; of known
+        models config.json is enough.
     ranks: number of rank processes, 1 to 65536.
     ranks_per_node: number of ranks on a node; None: all ranks are on one node.
     strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
@@ -166,7 +176,7 @@ Args:
     expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP shards them over A.
     experts: a regular expression that matches the names of experts.
     round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
-    dtype: float32, bfloat16 or float16; None: as stored.
+    dtype: float32, bfloat16 or float16, a torch.dtype or its name; None: as stored.
     keep_fp32: a regular expression; tensors with matching names are loaded as float32.
     recipe: a recipe.json; None: tensors as stored.
     untie: if both names of a tie are stored, load both tensors. By default a load compares them.

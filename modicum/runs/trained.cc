@@ -36,8 +36,12 @@ bool is_trained(const Recipe& recipe, uint32_t target) {
 std::optional<StateFormat> optimizer_flag(const std::string& flag) {
   if (flag == "none") return std::nullopt;
   if (flag.starts_with(kAdamW)) return state_format_named(flag.substr(kAdamW.size())).format;
-  fail(Category::usage, fmt::format("unknown optimizer '{}'", printable(flag)),
-       {.expected = "none or adamw:FORMAT", .got = printable(flag)});
+  std::vector<std::string_view> formats;
+  for (const StateFormatRow& row : state_formats()) formats.push_back(row.name);
+  fail(
+      Category::usage, fmt::format("unknown optimizer '{}'", printable(flag)),
+      {.expected = fmt::format("none or adamw:FORMAT, of the formats {}", fmt::join(formats, ", ")),
+       .got = printable(flag)});
 }
 
 FrozenSet::FrozenSet(const std::string& expression, std::span<const std::string> names)

@@ -8,13 +8,17 @@ import inspect
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import modicum
+from modicum.recipes import recipe_for
+from modicum.torch import SaveOptions
 
 
 @pytest.fixture
@@ -47,6 +51,58 @@ def test_errors_of_the_program_are_raised(checkpoint: Path, tmp_path: Path) -> N
     with pytest.raises(modicum.FormatError) as short:
         modicum.verify(checkpoint)
     assert (short.value.category, short.value.file) == ("FORMAT.TRUNC", file.name)
+
+
+def test_the_error_of_verify_has_the_results_of_all_files(checkpoint: Path, tmp_path: Path) -> None:
+    for step in ("1", "2"):
+        command = [sys.executable, "-m", "modicum.cli", "save", checkpoint, tmp_path / "run", "-q"]
+        subprocess.run([*command, "--step", step], check=True, capture_output=True)
+    names = [f"step-{step}/model.safetensors" for step in (1, 2)]
+    for name in names:
+        data = bytearray((tmp_path / "run" / name).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / "run" / name).write_bytes(data)
+    with pytest.raises(modicum.IntegrityError) as damaged:
+        modicum.verify(tmp_path / "run")
+    assert damaged.value.file == names[0]
+    document = damaged.value.document
+    assert document is not None and document["ok"] is False and "error" not in document
+    results = {file["name"]: file["result"] for file in document["files"]}
+    assert [name for name, result in results.items() if result != "ok"] == names
+    assert all(results[name].startswith("INTEGRITY: ") for name in names)
+    with pytest.raises(modicum.IoError) as missing:
+        modicum.diff(checkpoint, tmp_path / "none")
+    assert missing.value.document is None
+
+
+def test_a_dtype_is_a_text_or_of_torch(checkpoint: Path, tmp_path: Path) -> None:
+    """A wrong one is refused at once, with the names that are allowed."""
+    named = ("bf16", "bfloat16", torch.bfloat16)
+    for index, dtype in enumerate(named):
+        modicum.convert(checkpoint, tmp_path / str(index), dtype=dtype)
+        assert {*modicum.inspect(tmp_path / str(index))["dtypes"]} == {"bfloat16"}
+        assert SaveOptions(dtype=dtype) == SaveOptions(dtype="bfloat16")
+    planned = [modicum.plan(checkpoint, dtype=dtype) for dtype in named]
+    assert planned == [planned[0]] * 3 != [modicum.plan(checkpoint)] * 3
+    wrong: list[Callable[[], object]] = [
+        lambda: SaveOptions(dtype="fp8"),
+        lambda: SaveOptions(dtype=torch.float64),
+        lambda: modicum.convert(checkpoint, tmp_path / "c", dtype=torch.int8),
+        lambda: modicum.plan(checkpoint, dtype=torch.int8),
+        lambda: recipe_for(torch.nn.Linear(1, 1), {}, dtype="half"),
+    ]
+    for call in wrong:
+        with pytest.raises(modicum.UsageError, match="float32, bfloat16,? .*float16 .fp32, "):
+            call()
+
+
+def test_what_is_allowed_stands_in_errors(checkpoint: Path) -> None:
+    with pytest.raises(modicum.UsageError, match="expected .*adamw:FORMAT.* int8-moments"):
+        modicum.plan(checkpoint, optimizer="adam")
+    with pytest.raises(modicum.UsageError, match="expected fp32, fp32-split, .*got fp33"):
+        modicum.plan(checkpoint, optimizer="adamw:fp33")
+    with pytest.raises(modicum.UsageError, match="expected one of .*shards.*got weights"):
+        modicum.Ledger(1).require_room({"weights": 1}, "a test")
 
 
 def test_a_name_that_begins_with_a_dash_is_no_flag(

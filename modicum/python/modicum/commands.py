@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from modicum.errors import failure, from_json
+from modicum.options import dtype_text
 
 Place = str | os.PathLike[str]
 _DIFFERENT = 12
@@ -22,17 +23,21 @@ def verify(path: Place) -> dict[str, Any]:
         path: a checkpoint, or a run, of which all checkpoints are verified.
 
     Returns:
-        The document of `modicum verify --json`: ok, files, tensors_checked, damaged, warnings.
+        The document of `modicum verify --json`: ok; files, each with name, bytes and result;
+        tensors_checked; damaged, the checkpoints that a save has found damaged and renamed;
+        warnings.
 
     Raises:
         FormatError, IntegrityError, IoError: a file is malformed, damaged, missing or unreadable.
+            The error is that of the first such file. Its attribute `document` is the document,
+            whose `files` have the results of all: "ok", or the file's error.
     """
     return _run("verify", [], path)
 
 
 def convert(
     source: Place, out: Place, *,
-    dtype: str | None = None, keep_fp32: str | None = None, recipe: Place | None = None,
+    dtype: Any = None, keep_fp32: str | None = None, recipe: Place | None = None,
     shard_size: int | str | None = None, budget: int | str | None = None,
     allow_overflow: bool = False, adopt: bool = False, sparse: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
@@ -42,7 +47,7 @@ def convert(
         source: a checkpoint, whose values are compared with its digests if it is a saved one; or a
             directory of DCP, accelerate or DeepSpeed's ZeRO.
         out: a new directory.
-        dtype: float32, bfloat16 or float16; None: as stored.
+        dtype: float32, bfloat16 or float16, a torch.dtype or its name; None: as stored.
         keep_fp32: a regular expression (RE2) of tensors that are written as float32.
         recipe: a recipe.json; None: tensors as stored.
         shard_size: the largest size of a file, bytes or text ("5GB").
@@ -60,8 +65,9 @@ def convert(
         FormatError, IntegrityError, UsageError: as of the command.
     """
     flags = _flags(
-        dtype=dtype, keep_fp32=keep_fp32, recipe=recipe, shard_size=shard_size, budget=budget
-    )
+        dtype=dtype_text(dtype), keep_fp32=keep_fp32, recipe=recipe, shard_size=shard_size,
+        budget=budget,
+    )  # fmt: skip
     switches = {"--allow-overflow": allow_overflow, "--adopt": adopt, "--sparse": sparse}
     flags += [name for name, is_on in switches.items() if is_on]
     return _run("convert", flags, source, out)
@@ -97,6 +103,9 @@ def _run(verb: str, flags: list[str], *places: Place, accepted: int = 0) -> dict
         said = done.stderr.decode(errors="replace").strip()
         raise failure("INTERNAL", f"modicum {verb} printed no document", got=said) from error
     if "error" in document:
-        raise from_json(done.stdout.decode())
+        failed = from_json(done.stdout.decode())
+        del document["error"]
+        failed.document = document or None
+        raise failed
     assert done.returncode in (0, accepted), done.returncode
     return document

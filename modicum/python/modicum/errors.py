@@ -1,6 +1,7 @@
 """The errors of Modicum: one base class, a class per kind, the facts as attributes."""
 
 import json
+from typing import Any
 
 from modicum._modicum import exit_codes
 
@@ -34,6 +35,8 @@ class Error(Exception):
     """For BUDGET: `got` - `expected`, on the node with the largest difference."""
     owners: list[dict[str, str | int]] | None = None
     """For BUDGET: needed bytes by purpose, as `{"purpose": ..., "bytes": ...}`, largest first."""
+    document: dict[str, Any] | None = None
+    """What the verb has printed besides the error; of `verify`, the results of all files."""
 
 
 class FormatError(Error, ValueError):
@@ -106,6 +109,7 @@ def from_json(document: str) -> Error:
 def as_document(error: Error) -> str:
     """The document of an error, from which `from_json` makes it again."""
     known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
+    known.pop("document", None)
     fields = {"category": error.category, "code": error.code, "message": str(error)}
     return json.dumps({"error": fields | known})
 
