@@ -153,9 +153,10 @@ TEST(Open, ConfigJsonIsAloneWithoutWeights) {
   EXPECT_EQ(config_alone(files, "/m/none.json"), std::nullopt);
   for (const char* file : {"a.safetensors", "a.safetensors.index.json", "pytorch_model.bin",
                            "step-3/COMMIT", ".metadata"}) {
-    MemoryFileSystem with_more = files;
-    with_more.put(std::string("/m/") + file, "x");
-    EXPECT_EQ(config_alone(with_more, "/m"), std::nullopt) << file;
+    const std::string folder = std::string("/with-") + file;
+    files.put(folder + "/config.json", "{}");
+    files.put(folder + "/" + file, "x");
+    EXPECT_EQ(config_alone(files, folder), std::nullopt) << file;
   }
   files.put("/m/model.safetensors.index.json", "{}");
   EXPECT_EQ(config_alone(files, "/m/model.safetensors.index.json"), std::nullopt);

@@ -62,8 +62,8 @@ uint64_t staging_in(const Plan& plan, std::string_view phase) {
   return ring + round_up(plan.options.staging_bytes, kPageBytes);
 }
 
-// The least reduction of --staging after which every phase of a rank is at least `less_bytes` below
-// the rank's peak. UINT64_MAX if a phase that holds no staging is higher than that.
+// How far --staging must shrink, so that the rank holds at most its peak less `less_bytes` in every
+// phase. UINT64_MAX if a phase that holds no staging is higher than that.
 uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);

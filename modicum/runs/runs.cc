@@ -179,7 +179,7 @@ void warn_of_kept(const Recipe& recipe, Checkpoint& checkpoint, const std::strin
                                             torch_name(first->dtype)));
 }
 
-// Warns of tensors that someone who casts or trains the model expects in another form.
+// Warns of tensors that --dtype does not cast, or that an optimizer does not train.
 void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& checkpoint) {
   if (parsed.dtype) {
     warn_of_kept(recipe, checkpoint,

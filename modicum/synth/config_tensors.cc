@@ -66,7 +66,7 @@ constexpr std::array<OnlyValue, 10> kOnlyValues = {{
 }};
 
 constexpr int64_t kLargestSize = 1'000'000;
-constexpr size_t kMostTensors = 1'000'000;
+constexpr size_t kMostTensors = 500'000;
 
 // The members of a config.json by key: "vision_config.depth", "architectures[0]". Booleans are 0 or
 // 1, an array has its length. A null counts as absent.

@@ -358,8 +358,8 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. The gradient buffer stays allocated. If a program keeps a
-        tensor that was `parameter.grad`, the tensor's values survive the next backward. Those of a
-        view of the tensor do not: clone views."""
+        tensor that was `parameter.grad`, the tensor's values survive the next backward. A view of
+        that tensor gets the new gradients: clone a view to keep its values."""
         super().zero_grad(set_to_none)
         self._forget()
 
