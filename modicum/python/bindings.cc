@@ -82,7 +82,7 @@ std::string text_of(std::string_view name, const std::optional<Size>& value) {
 }
 
 // The name of an argument `dtype`: a torch.dtype or text.
-std::string dtype_of(const std::optional<nb::object>& dtype) {
+std::string dtype_name_of(const std::optional<nb::object>& dtype) {
   if (!dtype) return "";
   const std::string text = nb::str(*dtype).c_str();
   constexpr std::string_view kPrefix = "torch.";
@@ -134,7 +134,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .expert_mesh = text_of("expert_mesh", expert_mesh),
                        .experts = experts,
                        .round_robin = round_robin,
-                       .dtype = dtype_of(dtype),
+                       .dtype = dtype_name_of(dtype),
                        .keep_fp32 = text_of("keep_fp32", keep_fp32),
                        .recipe = recipe.value_or(Path()).string(),
                        .untie = untie,

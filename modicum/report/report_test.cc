@@ -251,7 +251,7 @@ TEST(PlanReport, DeepSpeedHasSumsByOwnerAndNoTableOfStrategies) {
   EXPECT_NE(text.find("sum of deepspeed            1000.00 MiB"), std::string::npos) << text;
   EXPECT_NE(text.find("sum of fork                  100.00 MiB"), std::string::npos) << text;
   EXPECT_EQ(text.find("sum of pinned rounding"), std::string::npos);
-  EXPECT_NE(text.find("       fixed  fixed\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("    fixed  fixed\n"), std::string::npos) << text;
   EXPECT_NE(text.find("; fixed: 100.00 MiB\n"), std::string::npos) << text;
   EXPECT_NE(plan_json(report).find(R"("fixed_bytes":104857600,"rank_bytes":1048576000)"),
             std::string::npos);
