@@ -25,7 +25,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: str | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: object | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
     """
     Which rank reads which bytes, and what each rank and node holds, by strategy.
 
@@ -33,7 +33,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
     line ("512MB", "1.5GiB").
 
     Args:
-        path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+        path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; of known
+            models config.json is enough.
         ranks: number of rank processes, 1 to 65536.
         ranks_per_node: number of ranks on a node; None: all ranks are on one node.
         strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
@@ -49,7 +50,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP shards them over A.
         experts: a regular expression that matches the names of experts.
         round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
-        dtype: float32, bfloat16 or float16; None: as stored.
+        dtype: float32, bfloat16 or float16, a torch.dtype or its name; None: as stored.
         keep_fp32: a regular expression; tensors with matching names are loaded as float32.
         recipe: a recipe.json; None: tensors as stored.
         untie: if both names of a tie are stored, load both tensors. By default a load compares them.
