@@ -99,6 +99,7 @@ def test_trainer_saves_and_ends_on_all_ranks(
     assert_ended(two, 143, 143)
     assert checkpoints(how) == ["checkpoint-3"]
     directory = Path(how["folder"], "checkpoint-3")
+    assert f"modicum: SIGTERM: saved {directory} at step 3, exiting 143" in two.logs()
     names = {path.name for path in directory.iterdir()}
     assert names >= {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"}
     verified = subprocess.run([modicum, "verify", directory], capture_output=True, text=True)

@@ -279,6 +279,8 @@ def test_a_loop_saves_and_ends_on_all_ranks(
     assert sorted(path.name for path in Path(how["root"]).iterdir()) == names
     verified = subprocess.run([modicum, "verify", how["root"]], capture_output=True, text=True)
     assert verified.returncode == 0, verified.stderr
+    saved = f"{how['root']}/step-{number} at step {number}"
+    assert two.logs().count(f"modicum: SIGTERM: saved {saved}, exiting 143") == 1
 
 
 def test_a_second_sigterm_ends_a_loop_at_once(two: Ranks, how: dict[str, Any]) -> None:
@@ -353,6 +355,18 @@ def test_an_error_of_the_save_is_printed_before_sigterm_ends_the_process() -> No
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and "the disk is full" in ended.stderr
+
+
+def test_a_save_of_the_program_is_not_called_a_checkpoint() -> None:
+    program = (
+        "import signal, modicum.torch\n"
+        "with modicum.torch.save_on_sigterm(lambda: None) as preemption:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    preemption.after_step()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 143
+    assert "modicum: SIGTERM: the loop's function has saved, exiting 143\n" in ended.stderr
 
 
 def test_a_handler_of_the_program_is_kept() -> None:

@@ -1,6 +1,7 @@
 """`save_on_sigterm`: a loop that saves and ends once any rank has got SIGTERM."""
 
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 from modicum.torch.optim import in_flight
+from modicum.torch.saving import running
+from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.sigterm import SigtermHandler, is_held
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -28,16 +31,24 @@ class SigtermRequest(SigtermHandler):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise refusal("USAGE", "every", expected="an integer from 1", got=repr(every))
         self._every, self._steps = every, 0
+        self._saved_before: SaveReport | None = None
         self.on_arrival = self._end_process_at_the_second
 
     def is_agreed(self) -> bool:
         """Counts a step; returns whether any rank has got SIGTERM. Collective at every `every`-th
         call; others return False."""
         self._steps += 1
+        self._saved_before = running.newest()
         return self._steps % self._every == 0 and _on_any_rank(bool(self.arrived))
 
-    def exit(self) -> NoReturn:
-        """Ends the process once all ranks have saved."""
+    def exit(self, otherwise: str) -> NoReturn:
+        """Ends the process once all ranks have saved. Rank 0 prints what they have saved since the
+        agreement: a checkpoint of Modicum, or `otherwise`."""
+        report = running.newest()
+        if report is not None and report is not self._saved_before:
+            otherwise = f"saved {report.path}" + (f" at step {report.step}" if report.step else "")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"modicum: SIGTERM: {otherwise}, exiting {EXIT_CODE}", file=sys.stderr)
         self.end()
         self.arrived.clear()
         raise SystemExit(EXIT_CODE)
@@ -72,7 +83,7 @@ class Preemption:
         if self._request.is_agreed():
             self._save()
             in_flight.wait()
-            self._request.exit()
+            self._request.exit("the loop's function has saved")
 
 
 @contextmanager
@@ -91,7 +102,8 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     whichever of them have got it, and whether at the same time or not. A second SIGTERM, more than
     a second later, ends the process at once, as one does outside the context; so does the kill if a
     step and the save take longer than the scheduler's grace: the previous checkpoint stays. A
-    SIGTERM that comes after the last `after_step` ends the process when the context ends.
+    SIGTERM that comes after the last `after_step` ends the process when the context ends. Rank 0
+    prints the exit to stderr: "modicum: SIGTERM: saved PATH at step N, exiting 143".
 
     Args:
         save: saves, on every rank: a call of `save` or `async_save`, or of accelerate's

@@ -24,6 +24,12 @@ from modicum.torch.saving.writing import CheckpointInFlight, WriteContext, write
 LOCK_LIMIT_S = 60.0
 """How long a save waits for another one that publishes in the same root."""
 _POLL_S = 0.05
+_newest: SaveReport | None = None
+
+
+def newest() -> SaveReport | None:
+    """The report of the last checkpoint that this process has saved; None if there is none."""
+    return _newest
 
 
 def run(planned: PlannedSave, ranks: Ranks, flight: CheckpointInFlight) -> SaveReport:
@@ -192,8 +198,9 @@ class OpenSave:
             time.sleep(_POLL_S)
 
     def _report(self, outcomes: list[dict[str, Any]], published: dict[str, Any]) -> SaveReport:
+        global _newest
         ask = self.planned.ask
-        return SaveReport(
+        _newest = SaveReport(
             step=ask.step,
             path=published["path"],
             written_bytes=published["written_bytes"]
@@ -215,6 +222,7 @@ class OpenSave:
             ],
             warnings=published["warnings"] + self._warnings,
         )
+        return _newest
 
 
 def _peak_bytes() -> int:

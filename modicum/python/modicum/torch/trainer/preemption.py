@@ -18,8 +18,8 @@ class SaveOnSigtermCallback(TrainerCallback):
     optimizer, scheduler, random number generators and its own state. It does so whatever
     `save_strategy` is, and leaves out an evaluation of that step. After the `on_save` of all
     callbacks, in `on_epoch_end`, all ranks exit, with the exit code 143 of a process that SIGTERM
-    has ended. Within `modicum.torch.accelerate.loading` the checkpoint is saved by Modicum,
-    otherwise by Trainer.
+    has ended. Rank 0 prints this, with the checkpoint's name. Within
+    `modicum.torch.accelerate.loading` the checkpoint is saved by Modicum, otherwise by Trainer.
 
     A second SIGTERM, more than a second later, ends the process at once, and the previous
     checkpoint stays. One that comes after the last step ends the process when the training ends. If
@@ -51,7 +51,7 @@ class SaveOnSigtermCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_agreed:
-            self._request.exit()
+            self._request.exit(f"Trainer has saved checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._request.leave()
