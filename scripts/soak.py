@@ -63,7 +63,7 @@ PARTS = {
         reports=("ctest-asan-all.xml", "ctest-tsan-all.xml"),
     ),
     "pages": of_tests("page: accelerate_page page plan_page strategies_page watch_page"),
-    "first-hour": of_tests("package: first_hour cpp_page"),
+    "first-hour": of_tests("package: first_hour cpp_page guide_commands killed_page"),
     "wheels": of_tests("package: wheels"),
     "mutants": Part(targets=("mutants",), reports=("mutants/verdicts-{commit}.json",)),
     "generated-mutants": Part(

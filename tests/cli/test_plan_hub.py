@@ -117,6 +117,20 @@ def test_texts_are_those_of_the_local_files(
     assert remote.json == listed | {"revision": REVISION}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/plan.md"])
+def test_the_command_of_a_page_plans(
+    root: Path, double: HubDouble, modicum: Path, tmp_path: Path, page: str
+) -> None:
+    """Of a model with the page's shapes, of which two layers are on the hub."""
+    (text,) = re.findall(r"^uvx modicum (plan Qwen/\S+ .*)$", (root / page).read_text(), re.M)
+    verb, _, *flags = text.split()
+    double.folder = tmp_path / "model"
+    words = ("--arch", "qwen3-30b-a3b", "--layers", 2, "--sparse")
+    run_json(modicum, "synth", double.folder, *words)
+    done = command(double, tmp_path, verb, NAME, *flags)
+    assert done.code == 0 and done.stdout.startswith("fits: budget 256.00 GiB"), done.stderr
+
+
 def test_the_page_names_the_model(double: HubDouble, model: Path, tmp_path: Path) -> None:
     done = command(double, tmp_path, "plan", NAME, "--report", tmp_path / "page.html")
     assert done.code == 0

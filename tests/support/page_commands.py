@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```(\w*)(?: file=(\S+)| cpu)?\n(.*?)^```$", re.M | re.S)
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
 
 
@@ -61,3 +61,10 @@ def run_page(page: Path, directory: Path, programs: Path, left_out: tuple[str, .
                 assert re.search(pattern_of(line), done.stdout), f"{line}\n{done.stdout}"
             ran += 1
     return ran
+
+
+def with_places(text: str, places: dict[str, str]) -> str:
+    """A block with real paths for the strings that are keys of `places`."""
+    for name, place in places.items():
+        text = text.replace(f'"{name}"', repr(place))
+    return text

@@ -1,5 +1,4 @@
-"""An act (a function that ranks run by name, see torch_rank.py) that runs a block of
-docs/guide/which-way.md."""
+"""An act (a function that ranks run by name, see torch_rank.py) that runs a block of a page."""
 
 import os
 import tempfile
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import accelerate_rank
 import torch
 import torch.distributed as dist
@@ -88,9 +88,12 @@ def page_block(text: str, directory: str, folder: str, family: str = "") -> dict
         "CheckpointManager": TitanManager,
         "Path": Path,
         "StateDictAdapter": object,
+        "accelerate": accelerate,
         "config": config,
         "dataclass": dataclass,
+        "dist": dist,
         "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "modicum": modicum,
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
@@ -102,7 +105,8 @@ def page_block(text: str, directory: str, folder: str, family: str = "") -> dict
         text = text.replace(f'"{old}"', repr(new))
     with accelerate_rank.fsdp2_on_cpus(), tempfile.TemporaryDirectory() as own:
         names |= MAKERS.get(family, lambda *_: {})(config, own)
-        exec(compile(text, "which-way.md", "exec"), names)
+        exec(compile(text, "a page", "exec"), names)
+        names |= names.get("made", {})
         if "trainer" in names:
             losses += [
                 line["loss"] for line in names["trainer"].state.log_history if "loss" in line
@@ -121,6 +125,18 @@ def sharded(model: Any, policy: Any) -> Any:
 
 def for_accelerate(config: Any, folder: str) -> dict[str, Any]:
     return {"accelerator": accelerate_rank.accelerator_of()}
+
+
+def for_main(config: Any, folder: str) -> dict[str, Any]:
+    """`main` of a script; it defines `model`, as a block at the top of a script would."""
+    names: dict[str, Any] = {}
+
+    def main() -> None:
+        accelerator = accelerate_rank.accelerator_of()
+        model = transformers.AutoModelForCausalLM.from_pretrained(config.name_or_path)
+        names["model"], _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+    return {"main": main, "made": names}
 
 
 def for_trainer(config: Any, folder: str) -> dict[str, Any]:
@@ -152,9 +168,10 @@ def for_dcp(config: Any, folder: str) -> dict[str, Any]:
 
 MAKERS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
     "accelerate": for_accelerate,
+    "main": for_main,
     "Trainer": for_trainer,
     "TRL": for_trl,
-    "DCP": for_dcp,
+    "torch.distributed.checkpoint": for_dcp,
 }
 
 ACTS: dict[str, Callable[..., Any]] = {"page_block": page_block}

@@ -1,5 +1,6 @@
-"""Runs the code blocks of docs/guide/{which-way,engines}.md: DeepSpeed's in one process, the others
-on two real ranks. Those of engines, of which other tests run the patches, are soak tests.
+"""Runs the code blocks of docs/guide/{accelerate,load,deepspeed,engines}.md that train or load:
+DeepSpeed's in one process, the others on two real ranks. Those of engines, of which other tests run
+the patches, are soak tests. tests/package/test_page_blocks.py lists the blocks.
 
 Catches: a line of the page that no longer works; a block that loads other values than the other
 blocks.
@@ -33,15 +34,13 @@ def directory(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def blocks(root: Path) -> dict[str, str]:
-    """The code blocks by the headings of their sections. A section has one at most."""
-    pages = [(root / f"docs/guide/{name}.md").read_text() for name in ("which-way", "engines")]
-    sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", "\n".join(pages), re.M | re.S)
+    """The first code block of each section, by the section's heading."""
     found = {}
-    for heading, text in sections:
-        code = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-        assert len(code) <= 1, f"{heading} has {len(code)} blocks"
-        if code:
-            found[heading] = code[0]
+    for name in ("accelerate", "load", "deepspeed", "engines"):
+        page = (root / f"docs/guide/{name}.md").read_text()
+        for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S):
+            for code in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[:1]:
+                found[heading] = code
     return found
 
 
@@ -51,19 +50,6 @@ def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> li
     folder.mkdir(exist_ok=True)
     how = {"text": text, "directory": directory, "folder": str(folder), "family": heading}
     return two.ask("page_block", **how)
-
-
-def test_these_sections_have_the_blocks_that_are_run_below(blocks: dict[str, str]) -> None:
-    assert list(blocks) == [
-        *TRAINED,
-        "DeepSpeed",
-        "DCP",
-        "By hand",
-        "verl",
-        "AReaL",
-        "SkyRL",
-        "torchtitan",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +73,7 @@ def test_loaders_of_engines_and_dcp_load_the_same(
 ) -> None:
     """The oracle is torch. These are the blocks that load in float32."""
     expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
-    for heading in ("verl", "AReaL", "SkyRL", "DCP"):
+    for heading in ("verl", "AReaL", "SkyRL", "torch.distributed.checkpoint"):
         got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
         for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
             assert mine["state"] == theirs["state"], f"{heading}: rank {rank}"
@@ -191,6 +177,51 @@ def test_torchtitans_manager_saves_and_loads_checkpoints(
     assert not [*(tmp_path / "titan").glob("step-*/sharded")]
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/guide/accelerate.md",
+        pytest.param("docs/guide/first-hour.md", marks=SOAK),
+        pytest.param("skills/modicum/SKILL.md", marks=SOAK),
+    ],
+)
+def test_one_context_is_around_a_script(
+    two: Ranks, root: Path, directory: str, tmp_path: Path, page: str
+) -> None:
+    """README shows it as a diff. `main` of the act loads a model by accelerate."""
+    fences = re.findall(r"^```(?:python|diff)\n(.*?)^```$", (root / page).read_text(), re.M | re.S)
+    (text,) = [text for text in fences if re.search(r"^. *main\(\)|^ *main\(\)", text, re.M)]
+    if text.startswith("+"):
+        text = re.sub(r"^[+ ]", "", re.sub(r"^-.*\n", "", text, flags=re.M), flags=re.M)
+    for answer in ask(two, "main", text, directory, tmp_path / "out"):
+        assert answer["state"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "skills/modicum/SKILL.md"])
+def test_the_lines_by_hand_of_other_pages_load(
+    two: Ranks, root: Path, directory: str, tmp_path: Path, page: str
+) -> None:
+    fences = re.findall(r"^```python\n(.*?)^```$", (root / page).read_text(), re.M | re.S)
+    (text,) = [text for text in fences if "empty_parameters" in text]
+    answers = ask(two, "By hand", text, directory, tmp_path / "out")
+    expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="bfloat16")
+    assert [answer["state"] for answer in answers] == [of["state"] for of in expected]
+    assert (tmp_path / "out/root/step-1/COMMIT").is_file() == page.startswith("README")
+
+
+def test_the_block_for_gpus_loads_on_cpus(
+    two: Ranks, root: Path, directory: str, tmp_path: Path
+) -> None:
+    """With the CPU in place of "cuda", and without pinning, which needs a driver. `tests/gpu` has
+    the same calls on a device."""
+    page = (root / "docs/guide/gpus.md").read_text()
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    text = text.replace('"cuda"', '"cpu"').replace("pin=True", "pin=False")
+    for answer in ask(two, "By hand", text, directory, tmp_path / "out"):
+        assert answer["state"]
+
+
 def test_the_block_by_hand_trains_and_saves(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
@@ -231,7 +262,9 @@ os._exit(0)
 def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str, str]) -> None:
     """Runs the block with ZeRO-3 offload, in a separate process."""
     pytest.importorskip("deepspeed")
-    text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
+    text = DEEPSPEED.format(
+        support=str(root / "tests/support"), block=blocks["Protect and attribute"]
+    )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "peaks of" in done.stdout
@@ -239,7 +272,7 @@ def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str,
 
 def test_the_helper_for_cpus_is_that_of_the_example(root: Path) -> None:
     """The page shows the example's `fsdp2_on_cpus` without docstring and return annotation."""
-    page = (root / "docs/guide/which-way.md").read_text()
+    page = (root / "docs/reference/accelerate.md").read_text()
     (shown,) = re.findall(r"^```python cpu\n(.*?)^```$", page, re.M | re.S)
     example = (root / "examples/accelerate_fsdp2.py").read_text()
     (theirs,) = re.findall(r"^def fsdp2_on_cpus.*?(?=^def )", example, re.M | re.S)

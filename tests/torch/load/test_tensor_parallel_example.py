@@ -69,6 +69,26 @@ def test_it_trains_as_one_process_does(four: Ranks, tmp_path: Path, tied: bool) 
         torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
+IMPORTS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module)
+world_size = torch.distributed.get_world_size()
+"""
+
+
+def test_the_block_of_the_page_loads(four: Ranks, root: Path, tmp_path: Path) -> None:
+    directory, folder = str(tmp_path / "model"), tmp_path / "out"
+    folder.mkdir()
+    four.ask("write", directory=directory, family="qwen3", config=EVEN)
+    page = (root / "docs/guide/tensor-parallel.md").read_text()
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    text = IMPORTS + text.replace('"cuda"', '"cpu"')
+    for answer in four.ask("page_block", text=text, directory=directory, folder=str(folder)):
+        assert answer["state"]
+
+
 def test_the_page_has_the_styles_of_the_example(root: Path) -> None:
     """But for the norms, which the page explains."""
     page = (root / "docs/guide/tensor-parallel.md").read_text()

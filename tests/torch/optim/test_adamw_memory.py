@@ -4,7 +4,7 @@ it.
 
 Catches: state that is allocated at the first step; a gradient held in addition to the gradient
 plane; a master held in addition to a parameter that is its own master; state that children inherit;
-docs/guide/adamw.md with other bytes per parameter in a job with workers.
+docs/reference/adamw.md with other bytes per parameter in a job with workers.
 """
 
 import json
@@ -73,8 +73,8 @@ def test_children_add_no_memory(measured: dict[str, dict[str, int]], state_forma
 def test_children_keep_the_parameters_in_torchs_own_memory(
     measured: dict[str, dict[str, int]], name: str
 ) -> None:
-    """As docs/guide/adamw.md says, the first step after a fork copies them: 4 bytes of a float32
-    parameter, 2 of a bfloat16 one."""
+    """As docs/reference/adamw.md says, the first step after a fork copies them: 4 bytes of a
+    float32 parameter, 2 of a bfloat16 one."""
     bytes_of = measured[name]
     copied = bytes_of["written_with_children"] - bytes_of["parameter_bytes"]
     assert 0 <= copied <= COPIED
@@ -83,9 +83,9 @@ def test_children_keep_the_parameters_in_torchs_own_memory(
 def test_the_guide_has_the_bytes_with_children(
     measured: dict[str, dict[str, int]], root: Path
 ) -> None:
-    """Compares the bytes per parameter that docs/guide/adamw.md gives for a step after a fork with
-    the measured ones. The parameters are in torch's own memory."""
-    page = " ".join((root / "docs/guide/adamw.md").read_text().split())
+    """Compares the bytes per parameter that docs/reference/adamw.md gives for a step after a fork
+    with the measured ones. The parameters are in torch's own memory."""
+    page = " ".join((root / "docs/reference/adamw.md").read_text().split())
     (figures,) = re.findall(
         r"the table's 16 becomes ([\d.]+) bytes per float32 parameter, "
         r"and its 14, 10 and 8\.0625 become ([\d.]+), [\d.]+ and ([\d.]+) per bfloat16",

@@ -1,4 +1,5 @@
-"""The Python blocks of docs/guide/save.md run as they are on the page."""
+"""The Python blocks of docs/guide/save.md, and that of DCP's writer in engines.md, run as they are
+on the page; docs/reference/preemption.md names a test for each case."""
 
 import os
 import re
@@ -12,13 +13,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
+from page_commands import with_places  # noqa: E402
 
 import modicum.torch  # noqa: E402
 
 
-def examples(root: Path) -> list[str]:
+def examples(root: Path, name: str = "save") -> list[str]:
     """The Python blocks, in the order of the page."""
-    page = (root / "docs/guide/save.md").read_text()
+    page = (root / f"docs/guide/{name}.md").read_text()
     return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
@@ -58,12 +60,9 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
-    """Runs the next two blocks. In the first one DCP saves and loads a checkpoint; the second one
-    converts a directory that torch's own writer has saved."""
-    import torch.distributed.checkpoint as dcp
-
-    by_writer, converting = examples(root)[3:5]
+def test_the_example_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
+    """DCP saves and loads a checkpoint."""
+    by_writer = examples(root, "engines")[-1]
     directory = str(torch_front.checkpoint_of("llama_tied"))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     modicum.torch.load(model, directory, progress=False)
@@ -76,18 +75,10 @@ def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> 
     exec(compile(with_places(by_writer, places), "save.md", "exec"), names)
     assert names["loaded"]["epoch"] == 3
 
-    theirs = str(tmp_path / "theirs")
-    dcp.save({"model": model.state_dict()}, checkpoint_id=theirs, no_dist=True)
-    places |= {"ROOT": str(tmp_path / "converted"), "output": theirs}
-    exec(compile(with_places(converting, places), "save.md", "exec"), {})
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted/step-100")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(read.get_parameter(name), parameter), name
-
 
 def test_the_examples_of_preemption(root: Path, tmp_path: Path) -> None:
     """Runs the last two blocks. Each gets SIGTERM in its second step."""
-    loop, by_trainer = examples(root)[5:]
+    loop, by_trainer = examples(root)[3:]
     directory = str(torch_front.checkpoint_of("llama_tied"))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     modicum.torch.load(model, directory, progress=False)
@@ -115,19 +106,12 @@ def test_the_examples_of_preemption(root: Path, tmp_path: Path) -> None:
 
 
 def test_each_row_of_preemption_has_its_test(root: Path) -> None:
-    page = (root / "docs/guide/save.md").read_text()
-    rows = re.findall(r"^\|.*\|$", page.partition("## Preemption")[2].partition("\n## ")[0], re.M)
+    page = (root / "docs/reference/preemption.md").read_text()
+    rows = re.findall(r"^\|.*`test_\w+` *\|$", page, re.M)
     folders = ("cli", "torch/save", "torch/fronts")
     files = [path for folder in folders for path in (root / "tests" / folder).glob("test_*.py")]
     known = {name for path in files for name in re.findall(r"^def (\w+)", path.read_text(), re.M)}
     assert len(rows) > 20
-    for row in rows[2:]:
+    for row in rows:
         tests = re.findall(r"`(test_\w+)`", row)
         assert tests and known.issuperset(tests), row
-
-
-def with_places(text: str, places: dict[str, str]) -> str:
-    """The block with real paths for the strings that are keys of `places`."""
-    for name, place in places.items():
-        text = text.replace(f'"{name}"', repr(place))
-    return text
