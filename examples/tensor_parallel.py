@@ -1,7 +1,7 @@
 """Fine-tunes a causal language model with tensor parallelism under FSDP2: loads it, or resumes the
 newest checkpoint of a run, trains, and saves. Modicum's lines end in `# modicum`.
 
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py DIRECTORY --tp 2 --run RUN
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py DIRECTORY --tp 2 --checkpoints RUN
 
 DIRECTORY is a Hugging Face checkpoint of a dense model whose layers have the names of Llama's, such
 as Llama, Mistral, Qwen2 or Qwen3. Runs on CPUs and GPUs.
@@ -100,7 +100,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("directory")
     parser.add_argument("--tp", type=int, default=2, help="ranks that divide each matrix")
-    parser.add_argument("--run", help="resume from this directory and save into it")
+    parser.add_argument("--checkpoints", dest="run", help="resume from this run, and save into it")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", help="host memory per node, as in 8GiB")

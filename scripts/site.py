@@ -1,5 +1,6 @@
 """Hooks of mkdocs (mkdocs.yml): the site has README as its first page, and every file of the
-repository to which a page links. Links and fences get the forms that mkdocs knows."""
+repository to which a page links. Links and fences get the forms that mkdocs knows; a link that is
+called by its file, such as plan.md, is called by the page's title in the site."""
 
 import posixpath
 import re
@@ -15,6 +16,7 @@ FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 INFO = re.compile(r"^```(\w+) .*$", re.M)  # "python file=checkpoint.py"
 COMMENT = re.compile(r"^(<!--.*-->)$", re.M)
 LINK = re.compile(r"""(\]\(|(?:href|src|srcset)=")([^)"\s]+)""")
+BY_FILE = re.compile(r"\[([\w-]+\.md)(?=\]\(([^)#\s]*\1)[)#])")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -32,10 +34,16 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     here = page.file.src_uri
     path = next((path for path, uri in FIRST.items() if uri == here), here)
     path = path if (ROOT / path).is_file() else f"docs/{path}"
+    titles = {uri: title for part in config["nav"] for of in part.values()
+              for one in of for title, uri in one.items()}  # fmt: skip
+
+    def called(match: re.Match[str]) -> str:
+        uri = uri_of(posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2])))
+        return "[" + titles.get(uri, match[1])
 
     def moved(match: re.Match[str]) -> str:
         target, hash_sign, anchor = match[2].partition("#")
@@ -48,7 +56,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     fences = [INFO.sub(r"```\1", fence) for fence in FENCE.findall(markdown)]
     # A table right below a comment would be a part of it.
-    texts = [COMMENT.sub(r"\1\n", LINK.sub(moved, text)) for text in FENCE.split(markdown)]
+    texts = [
+        COMMENT.sub(r"\1\n", LINK.sub(moved, BY_FILE.sub(called, text)))
+        for text in FENCE.split(markdown)
+    ]
     return "".join(text + fence for text, fence in zip(texts, [*fences, ""], strict=True))
 
 

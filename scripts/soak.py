@@ -62,7 +62,7 @@ PARTS = {
         targets=("test-asan-all", "test-tsan-all"),
         reports=("ctest-asan-all.xml", "ctest-tsan-all.xml"),
     ),
-    "pages": of_tests("page: accelerate_page page plan_page strategies_page watch_page"),
+    "pages": of_tests("page: accelerate_page page plan_page site strategies_page watch_page"),
     "first-hour": of_tests("package: first_hour cpp_page guide_commands killed_page"),
     "wheels": of_tests("package: wheels"),
     "mutants": Part(targets=("mutants",), reports=("mutants/verdicts-{commit}.json",)),

@@ -24,7 +24,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_the_commands_of_the_skill_run(root: Path, modicum: Path, tmp_path: Path) -> None:
     (block,) = blocks(root / "skills/modicum/SKILL.md", "sh")
     commands = ["modicum synth DIR --arch qwen3-0.6b --sparse -q", *block.splitlines()]
-    assert len(commands) == 4
+    assert len(commands) == 5
     path = f"{modicum.parent}{os.pathsep}{os.environ['PATH']}"
     for command in commands:
         done = subprocess.run(

@@ -83,7 +83,7 @@ def test_the_commands_of_torchrun_run(root: Path, tmp_path: Path, page: str) -> 
     for text in texts:
         launcher = f"{sys.executable} -m torch.distributed.run"
         text = re.sub("^torchrun", launcher, text).replace(" DIRECTORY", f" {tmp_path}/model")
-        text = text.replace("--run RUN", f"--run {tmp_path}/run")
+        text = text.replace(" RUN", f" {tmp_path}/run")
         done = subprocess.run(
             ["bash", "-c", text], cwd=root, capture_output=True, text=True, timeout=300
         )

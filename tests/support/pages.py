@@ -103,14 +103,17 @@ class Shown:
 
 
 @contextlib.contextmanager
-def shown(opened: Any, path: Path, width: int = WIDE, scheme: str = "light") -> Iterator[Shown]:
-    """Opens the file in a new page of the browser. Records its errors and requests; see `Shown`."""
+def shown(
+    opened: Any, path: Path | str, width: int = WIDE, scheme: str = "light"
+) -> Iterator[Shown]:
+    """Opens the file, or the address, in a new page of the browser. Records its errors and
+    requests; see `Shown`."""
     page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     opened_page = Shown(page)
     page.on("console", lambda message: opened_page.errors.append(message.text))
     page.on("pageerror", lambda error: opened_page.errors.append(str(error)))
     page.on("request", lambda request: opened_page.requests.append(request.url))
-    page.goto(path.as_uri())
+    page.goto(path if isinstance(path, str) else path.as_uri())
     try:
         yield opened_page
     finally:

@@ -33,7 +33,7 @@ EVEN = {
 def trained(directory: str, run: str, steps: int) -> list[float]:
     """An act: the losses of the example."""
     program = example("tensor_parallel")
-    words = [directory, "--dtype", "float32", "--run", run, "--steps", str(steps)]
+    words = [directory, "--dtype", "float32", "--checkpoints", run, "--steps", str(steps)]
     return program.run(program.options_of(words), "cpu")
 
 
