@@ -202,7 +202,8 @@ def python_page(root: Path) -> str:
     ]
     for module, names in MODULES.items():
         tree = ast.parse(file_of(root, module).read_text())
-        lines += [f"## {module}", "", *(ast.get_docstring(tree) or "").splitlines(), ""]
+        text = ast.get_docstring(tree, clean=False) or ""
+        lines += [f"## {module}", "", *text.splitlines(), ""]
         for name in names or public_names(root, module):
             nodes = definitions(root, module, name)
             is_error = name.endswith("Error") and module != "modicum.errors"

@@ -1,13 +1,15 @@
 """Measures the host memory of processes: by phase, as a picture, and by owner. Needs no torch.
 
-from modicum import memory as memory
+    from modicum import memory
 
-before = memory.held()
-with memory.phase("wrap"):
-    fully_shard(model)
-print(memory.attribute(model, optimizer, baseline=before))
-memory.write("memory-{rank}.jsonl")
-memory.draw("memory.html", ["memory-0.jsonl", "memory-1.jsonl"])
+    before = memory.held()
+    with memory.phase("wrap"):
+        fully_shard(model)
+    print(memory.attribute(model, optimizer, baseline=before))
+    memory.write("memory-{rank}.jsonl")
+    memory.draw("memory.html", ["memory-0.jsonl", "memory-1.jsonl"])
+
+docs/guide/measure.md has the tasks.
 """
 
 from modicum.memory.attribution import Attribution as Attribution

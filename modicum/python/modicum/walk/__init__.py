@@ -1,11 +1,13 @@
 """The steps of a load without torch, in order:
 
-checkpoint = walk.open_checkpoint("path/of/a/checkpoint")
-recipe = walk.make_recipe(checkpoint)
-layout = walk.make_layout(recipe, ranks=4)
-plan = walk.make_plan(recipe, layout, budget="8GiB")
-loaded = walk.load(plan, rank=0, ledger=modicum.Ledger("8GiB"))
-loaded["model.norm.weight"]  # DLPack and the buffer protocol
+    checkpoint = walk.open_checkpoint("path/of/a/checkpoint")
+    recipe = walk.make_recipe(checkpoint)
+    layout = walk.make_layout(recipe, ranks=4)
+    plan = walk.make_plan(recipe, layout, budget="8GiB")
+    loaded = walk.load(plan, rank=0, ledger=modicum.Ledger("8GiB"))
+    loaded["model.norm.weight"]  # DLPack and the buffer protocol
+
+In C++ the steps are the same: docs/reference/cpp.md.
 """
 
 from modicum._modicum import Checkpoint as Checkpoint
