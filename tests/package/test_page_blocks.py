@@ -39,7 +39,7 @@ RUN_BY = {
         ("$ modicum plan q30", PLANS),
     ],
     "docs/guide/accelerate.md": [
-        ("PartialState", CONTEXT),
+        ("report.print", CONTEXT),
         ("examples/accelerate_fsdp2.py", TORCHRUN),
         ("accelerator.prepare", WAYS + "scripts_train"),
         ("Trainer(", WAYS + "scripts_train"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import accelerate_rank
 import torch
 import torch.distributed as dist
@@ -88,7 +87,6 @@ def page_block(text: str, directory: str, folder: str, family: str = "") -> dict
         "CheckpointManager": TitanManager,
         "Path": Path,
         "StateDictAdapter": object,
-        "accelerate": accelerate,
         "config": config,
         "dataclass": dataclass,
         "dist": dist,
