@@ -155,7 +155,8 @@ class Modicum:
         # The upper half of a split master is the bf16 copy, so only `fp32` needs a separate one.
         out = self.low if form == "fp32" else [None] * TENSORS
         shards = [
-            (f"param.{i}", [n], [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
+            _modicum.AdamWShard(f"param.{i}", [n], [(0, n)], out=out[i])
+            for i, n in enumerate(sizes(params))
         ]
         options = _modicum.AdamOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
         ledger = Ledger()

@@ -57,7 +57,7 @@ DType dtype_of(const AnyArray& array, const std::string& fqn) {
   fail(Category::unsupported, "an array must be float32, bfloat16 or float16", {.tensor = fqn});
 }
 
-ShardsFromPython written(const std::vector<WrittenShard>& shards,
+ShardsFromPython written(const std::vector<PythonShard>& shards,
                          const std::vector<AdamOptions>& groups, const std::string& format,
                          uint64_t seed) {
   const StateFormatRow& row = row_named("state format", format, all_state_formats());

@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,10 +16,15 @@
 
 namespace modicum::python {
 
-using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;  // (first, n)
-// A shard as Python passes it: (fqn, shape, runs, group, master, out).
-using WrittenShard =
-    std::tuple<std::string, std::vector<int64_t>, WrittenRuns, int, nb::object, nb::object>;
+// A shard as Python passes it. The documentation of the members is that of `AdamWShard` (optim.cc).
+struct PythonShard {
+  std::string fqn;
+  std::vector<int64_t> shape;
+  std::vector<std::pair<int64_t, int64_t>> runs;
+  int group = 0;
+  nb::object master;
+  nb::object out;
+};
 
 // The shards, and the arrays that own the memory of masters and outputs.
 struct ShardsFromPython {
@@ -32,7 +36,7 @@ struct ShardsFromPython {
 // `out` name the parameter: USAGE unless it is a writable contiguous host array; MISMATCH if its
 // size is not the shard's, or the master's dtype not the format's; UNSUPPORTED for dtypes other
 // than float32, bfloat16 and float16, and for a float32 `out`.
-ShardsFromPython written(const std::vector<WrittenShard>& shards,
+ShardsFromPython written(const std::vector<PythonShard>& shards,
                          const std::vector<AdamOptions>& groups, const std::string& format,
                          uint64_t seed);
 

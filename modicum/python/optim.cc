@@ -3,7 +3,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/tuple.h>
 
 #include <fmt/format.h>
 
@@ -13,7 +12,6 @@
 #include <deque>
 #include <span>
 #include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -60,7 +58,7 @@ Array taken(nb::handle object, const std::string& fqn, const char* kind) {
 }
 constexpr auto kFloatsKind = "a contiguous one-dimensional float32 array on the host";
 
-std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
+std::shared_ptr<State> state(const std::vector<PythonShard>& shards,
                              const std::vector<AdamOptions>& groups, const std::string& format,
                              const std::shared_ptr<Ledger>& ledger, const nb::int_& seed,
                              int threads, int slots, const nb::object& pin, const nb::object& unpin,
@@ -147,10 +145,16 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
   if (sending) sending->require_sent();
 }
 
-// The arguments of `step` for one state: (state, send, wait, dtype, refresh_masters).
-using StepArguments = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
+// The arguments of `step` for one state.
+struct PythonStateStep {
+  std::shared_ptr<State> state;
+  nb::object send;
+  nb::object wait;
+  std::string dtype;
+  bool refresh_masters = false;
+};
 
-void step_all(const std::vector<StepArguments>& states, float unscale, float clip,
+void step_all(const std::vector<PythonStateStep>& wanted, float unscale, float clip,
               const std::shared_ptr<Snapshot>& snapshot) {
   const ReportedPhase phase(reporter_here(), "step");
   BeforeOverwrite before;
@@ -159,7 +163,7 @@ void step_all(const std::vector<StepArguments>& states, float unscale, float cli
   }
   std::deque<PythonOutlet> sendings;  // a deque: elements must not move
   std::vector<StateStep> steps;
-  for (const auto& [state, send, wait, dtype, refresh_masters] : states) {
+  for (const auto& [state, send, wait, dtype, refresh_masters] : wanted) {
     StepOptions options{.unscale = unscale,
                         .clip = clip,
                         .refresh_masters = refresh_masters,
@@ -257,14 +261,21 @@ void define_options(nb::module_& module) {
           "bias_correction"_a = defaults.bias_correction);
 }
 
+constexpr auto kShardDoc = R"(A rank's elements of a parameter, to make an AdamW.
+
+Args:
+    fqn: the parameter's name.
+    shape: of the complete parameter.
+    runs: (first, number) of the elements, ascending.
+    group: an index into the groups of the AdamW.
+    master: an array to use as the master (float32, or the bfloat16 half of a split master); None:
+        the AdamW has memory for it.
+    out: a bfloat16 or float16 array that receives new parameters, or None.)";
+
 constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank. All memory is allocated here.
 
 Args:
-    shards: (fqn, shape, runs, group, master, out) each. shape: of the complete parameter. runs:
-        (first, n) of its elements, ascending. group: an index into `groups`. master: an array to
-        use as the master (float32, or the bfloat16 half of a split master), or None. out: a
-        bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
-        alive.
+    shards: the shards; the state keeps their arrays alive.
     groups: options by group.
     format: the name of a state format, see state_formats.
     ledger: is charged for all memory.
@@ -308,6 +319,11 @@ void define_contents(nb::class_<State>& bound) {
 }
 
 void define_state(nb::module_& module) {
+  nb::class_<PythonShard>(module, "AdamWShard", kShardDoc)
+      .def(nb::init<std::string, std::vector<int64_t>, std::vector<std::pair<int64_t, int64_t>>,
+                    int, nb::object, nb::object>(),
+           "fqn"_a, "shape"_a, "runs"_a, "group"_a = 0, "master"_a.none() = nb::none(),
+           "out"_a.none() = nb::none());
   nb::class_<State> bound(module, "AdamW", kStateDoc);
   bound
       .def(nb::new_(&state), "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "ledger"_a,
@@ -374,7 +390,7 @@ void define_optim(nb::module_& module) {
   define_state(module);
   module.def(
       "adamw_footprint",
-      [](const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
+      [](const std::vector<PythonShard>& shards, const std::vector<AdamOptions>& groups,
          const std::string& format, int slots, int threads, const std::string& fork) {
         AdamWSpec spec = written(shards, groups, format, 0).spec;
         spec.fork = fork_named(fork);
@@ -382,12 +398,16 @@ void define_optim(nb::module_& module) {
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
       "fork"_a = "excluded", "The memory of an AdamW with these arguments, in bytes by purpose.");
+  nb::class_<PythonStateStep>(module, "StateStep",
+                              "The step of one state, with arguments as for AdamW.step.")
+      .def(nb::init<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>(), "state"_a,
+           "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
+           "refresh_masters"_a = false);
   module.def(
-      "step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
+      "step_all", step_all, "steps"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
       "snapshot"_a.none() = nb::none(),
       "AdamW.step for several states together: if it raises before anything is sent, none has "
-      "been stepped. `states`: (state, send, wait, dtype, refresh_masters) each. `snapshot`: the "
-      "snapshot of a save that reads their memory meanwhile.");
+      "been stepped. `snapshot`: the snapshot of a save that reads their memory meanwhile.");
   module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,

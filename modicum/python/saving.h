@@ -10,7 +10,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -103,16 +102,37 @@ class CallerTensors final : public Sink {
   std::vector<std::span<std::byte>> caller_memory_;
 };
 
-// A parameter that has state: (fqn, dtype, shape, format, whether its memory is the master).
-using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, std::string, bool>;
-// A shard that this rank saves or loads: (state, index of the shard in the state, fqn).
-using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
+// Where the ranks write a checkpoint.
+struct PartialCheckpoint {
+  std::string directory;
+  uint64_t point = 0;  // see ChunkSums
+};
+
+inline nb::dict outcome_of(const SaveOutcome& saved) {
+  return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes,
+                 "gathered_bytes"_a = saved.gathered_bytes);
+}
+
+// A parameter that has state, as Python passes it.
+struct PythonStoredState {
+  std::string fqn;
+  std::string dtype;
+  std::vector<int64_t> shape;
+  std::string format;
+  bool is_own_master = false;  // its memory is the master
+};
+// A shard that this rank saves or loads, as Python passes it.
+struct PythonHeldShard {
+  std::shared_ptr<State> state;
+  size_t shard = 0;  // its index in `state`
+  std::string fqn;
+};
 
 // Visits shards of states. Throws UNSUPPORTED if a shard with 8-bit moments has only a part of a
 // block: the ranks that share a block have different scales for it.
 class PythonShards {
  public:
-  PythonShards(const std::vector<WrittenHeld>& shards,
+  PythonShards(const std::vector<PythonHeldShard>& shards,
                const std::map<std::string, int64_t>& numel_of)
       : shards_(shards) {
     for (const auto& [state, index, fqn] : shards) {
@@ -127,21 +147,22 @@ class PythonShards {
   }
 
  private:
-  const std::vector<WrittenHeld>& shards_;
+  const std::vector<PythonHeldShard>& shards_;
 };
 
-inline std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>& written) {
+inline std::map<std::string, int64_t> numels_of(const std::vector<PythonStoredState>& written) {
   std::map<std::string, int64_t> numels;
-  for (const auto& state : written) numels[std::get<0>(state)] = numel_of(std::get<2>(state));
+  for (const PythonStoredState& state : written) numels[state.fqn] = numel_of(state.shape);
   return numels;
 }
 
 // The files of AdamW's state, and the parameters that have this state.
 struct MadeState {
-  const std::vector<WrittenState> parameters;
+  const std::vector<PythonStoredState> parameters;
   const StateFiles files;
 };
 
+void define_saved_state(nb::module_& module);
 void define_snapshot(nb::module_& module);
 void define_run_checkpoints(nb::module_& module);
 

@@ -24,7 +24,8 @@ uint64_t create_files_of(const Manifest& manifest, const std::pair<int, int>& ra
 
 // Arguments from Python: (plan, given) of each save_tensors, and (files, held) of each save_state.
 using WrittenTensors = std::vector<std::pair<std::shared_ptr<MadeSave>, nb::dict>>;
-using WrittenStates = std::vector<std::pair<std::shared_ptr<MadeState>, std::vector<WrittenHeld>>>;
+using WrittenStates =
+    std::vector<std::pair<std::shared_ptr<MadeState>, std::vector<PythonHeldShard>>>;
 
 std::shared_ptr<Snapshot> snapshot_of(uint64_t window, int rank, const WrittenTensors& tensors,
                                       const WrittenStates& states) {

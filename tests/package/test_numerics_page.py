@@ -43,7 +43,7 @@ SETTINGS = {
 
 def kernels(name: str, settings: Settings, values: Any) -> Any:
     """Modicum's state for SHARDS in format `name`, with masters `values` (NUMEL fp32)."""
-    shards = [(shard.name, list(shard.shape), list(shard.runs), 0, None, None) for shard in SHARDS]
+    shards = [_modicum.AdamWShard(shard.name, shard.shape, shard.runs) for shard in SHARDS]
     of = _modicum.AdamW(
         shards, [_modicum.AdamOptions(**asdict(settings))], format=name, ledger=modicum.Ledger(),
         seed=SEED, threads=1,

@@ -17,12 +17,9 @@ import modicum  # noqa: E402  (after torch is known to be there)
 from modicum import _modicum  # noqa: E402
 
 GROUPS = [_modicum.AdamOptions(lr=0.5, weight_decay=0.0), _modicum.AdamOptions(amsgrad=True)]
-# (fqn, shape of the complete parameter, runs (first element, number of elements), index of the
-# group, master or None, out or None), as `_modicum.AdamW` takes them.
-SHARDS = [
-    ("a", [300], [(0, 300)], 0, None, None),
-    ("b", [1007], [(128, 100), (1000, 7)], 1, None, None),
-]
+Shard = _modicum.AdamWShard
+A, B = ("a", [300], [(0, 300)], 0), ("b", [1007], [(128, 100), (1000, 7)], 1)
+SHARDS = [Shard(*A), Shard(*B)]
 
 
 def state(shards: Any = SHARDS, format: str = "fp32", **more: Any) -> Any:
@@ -43,9 +40,7 @@ def bring(of: Any, *gradients: torch.Tensor) -> None:
 
 def _shared(memory: torch.Tensor) -> Any:
     """A state of two shards whose masters, given by the caller, overlap."""
-    return state(
-        [("a", [300], [(0, 300)], 0, memory, None), ("b", [9], [(0, 9)], 0, memory[100:109], None)]
-    )
+    return state([Shard(*A, master=memory), Shard("b", [9], [(0, 9)], master=memory[100:109])])
 
 
 def test_formats_are_listed_with_their_dtypes() -> None:
@@ -129,7 +124,7 @@ def test_planes_are_views_that_keep_the_state_alive() -> None:
 
 def test_a_callers_arrays_are_used_and_kept() -> None:
     master, out = torch.zeros(300), torch.zeros(107, dtype=torch.float16)
-    shards = [(*SHARDS[0][:4], master, None), (*SHARDS[1][:4], None, out)]
+    shards = [Shard(*A, master=master), Shard(*B, out=out)]
     of = state(shards)
     assert of.footprint["master"] == 4096, "one page: only shard 1 has a master of its own"
     bring(of, torch.ones(300), torch.ones(107))
@@ -147,8 +142,8 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
     """The norm is that of gradients which arrive by `arrive`, for shards large enough to be
     divided among two threads."""
     shards = [
-        ("large", [5_000_077], [(77, 5_000_000)], 0, None, None),
-        ("small", [14], [(5, 9)], 0, None, None),
+        Shard("large", [5_000_077], [(77, 5_000_000)]),
+        Shard("small", [14], [(5, 9)]),
     ]
     one, other = state(shards), state(shards)
     torch.manual_seed(0)
@@ -166,7 +161,7 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
 
 def test_long_calls_release_the_gil() -> None:
     of, gradient = (
-        state([("large", [8_000_000], [(0, 8_000_000)], 0, None, None)]),
+        state([Shard("large", [8_000_000], [(0, 8_000_000)])]),
         torch.ones(8_000_000),
     )
 
@@ -224,16 +219,19 @@ def test_each_arena_is_pinned_once() -> None:
         (lambda of: of.set_options(0, GROUPS[1]), "amsgrad can't change"),
         (lambda of: of.set_steps(0, -1), "0 or more"),
         (lambda of: state(format="fp64"), "unknown state format"),
-        (lambda of: state([("a", [2], [(5, 3), (0, 2)], 0, None, None)]), "ascending"),
-        (lambda of: state([("a", [2], [(0, 2)], 7, None, None)]), "group index is out of range"),
+        (lambda of: state([Shard("a", [2], [(5, 3), (0, 2)])]), "ascending"),
+        (lambda of: state([Shard("a", [2], [(0, 2)], 7)]), "group index is out of range"),
         (
-            lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(3), None)]),
+            lambda of: state([Shard("a", [2], [(0, 2)], master=torch.ones(3))]),
             "differs from its shard",
         ),
-        (lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(2).half(), None)]), "dtype differs"),
-        (lambda of: state([("a", [2], [(0, 2)], 0, None, torch.ones(2))]), "must be bfloat16"),
         (
-            lambda of: state([("a", [2], [(0, 2)], 0, torch.ones(4)[::2], None)]),
+            lambda of: state([Shard("a", [2], [(0, 2)], master=torch.ones(2).half())]),
+            "dtype differs",
+        ),
+        (lambda of: state([Shard("a", [2], [(0, 2)], out=torch.ones(2))]), "must be bfloat16"),
+        (
+            lambda of: state([Shard("a", [2], [(0, 2)], master=torch.ones(4)[::2])]),
             "no contiguous host",
         ),
         (lambda of: state(pin=print), "must be given together"),

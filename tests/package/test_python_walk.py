@@ -231,7 +231,7 @@ INTERRUPTED_STATE = """
 import json, sys, time
 from modicum import _modicum
 ledger = _modicum.Ledger()
-shard = ("weight", [100_000_000], [(0, 100_000_000)], 0, None, None)
+shard = _modicum.AdamWShard("weight", [100_000_000], [(0, 100_000_000)])
 print("begin", flush=True)
 try:
     while True:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import modicum.torch
 from modicum import _modicum
 from modicum.torch.optim import states as optimizer_states
+from modicum.torch.optim.names import listed_in
 from modicum.torch.optim.parts import part_of
 from modicum.torch.shards.placements import Shardings
 
@@ -191,7 +192,8 @@ def elements(mesh: list[int]) -> list[str]:
             cut = distribute_tensor(whole, grid["tp"], [tp], src_data_rank=None)
             module.p = torch.nn.Parameter(cut)
             fully_shard(module, mesh=grid["dp"])
-            part = part_of("p", module.p, 0, Shardings())
+            (listed,) = listed_in([{"params": [("p", module.p)]}])
+            part = part_of(listed, "fp32", Shardings())
             full = module.p.full_tensor().reshape(-1)
             mine = torch.cat([full[first : first + n] for first, n in part.runs] or [full[:0]])
             if not torch.equal(mine, part.local) or not torch.equal(full, whole.reshape(-1)):

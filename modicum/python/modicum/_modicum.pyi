@@ -500,16 +500,28 @@ class AdamOptions:
 
     def __init__(self, *, semantics: str = 'torch', lr: float = 0.001, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-08, weight_decay: float = 0.01, decoupled: bool = True, amsgrad: bool = False, maximize: bool = False, bias_correction: bool = True) -> None: ...
 
+class AdamWShard:
+    """
+    A rank's elements of a parameter, to make an AdamW.
+
+    Args:
+        fqn: the parameter's name.
+        shape: of the complete parameter.
+        runs: (first, number) of the elements, ascending.
+        group: an index into the groups of the AdamW.
+        master: an array to use as the master (float32, or the bfloat16 half of a split master); None:
+            the AdamW has memory for it.
+        out: a bfloat16 or float16 array that receives new parameters, or None.
+    """
+
+    def __init__(self, fqn: str, shape: Sequence[int], runs: Sequence[tuple[int, int]], group: int = 0, master: object | None = None, out: object | None = None) -> None: ...
+
 class AdamW:
     """
     AdamW's state over the shards of a rank. All memory is allocated here.
 
     Args:
-        shards: (fqn, shape, runs, group, master, out) each. shape: of the complete parameter. runs:
-            (first, n) of its elements, ascending. group: an index into `groups`. master: an array to
-            use as the master (float32, or the bfloat16 half of a split master), or None. out: a
-            bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
-            alive.
+        shards: the shards; the state keeps their arrays alive.
         groups: options by group.
         format: the name of a state format, see state_formats.
         ledger: is charged for all memory.
@@ -527,7 +539,7 @@ class AdamW:
         UsageError: shards, options and format do not match.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
+    def __init__(self, shards: Sequence[AdamWShard], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
         """Sets the options of a group, from the next step on."""
@@ -601,12 +613,17 @@ class AdamW:
         A dict of `state` and `master`, digests of this rank's values. Their sums over all ranks, modulo 2^64, are the digests of all values.
         """
 
-def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
+def adamw_footprint(shards: Sequence[AdamWShard], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
     """The memory of an AdamW with these arguments, in bytes by purpose."""
 
-def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0, snapshot: Snapshot | None = None) -> None:
+class StateStep:
+    """The step of one state, with arguments as for AdamW.step."""
+
+    def __init__(self, state: AdamW, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None: ...
+
+def step_all(steps: Sequence[StateStep], unscale: float = 1.0, clip: float = 1.0, snapshot: Snapshot | None = None) -> None:
     """
-    AdamW.step for several states together: if it raises before anything is sent, none has been stepped. `states`: (state, send, wait, dtype, refresh_masters) each. `snapshot`: the snapshot of a save that reads their memory meanwhile.
+    AdamW.step for several states together: if it raises before anything is sent, none has been stepped. `snapshot`: the snapshot of a save that reads their memory meanwhile.
     """
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -724,31 +741,73 @@ def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per
     (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if the ranks of a node need more than `budget`.
     """
 
-def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
+class PartialCheckpoint:
     """
-    Writes one rank's part of the tensors. `place`: (directory, point) of a CheckpointSave. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
+    Where the ranks write: `directory` and `point` of rank 0's CheckpointSave, the directory with its links resolved.
     """
+
+    def __init__(self, directory: str, point: int) -> None: ...
+
+    @property
+    def directory(self) -> str: ...
+
+def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, partial: PartialCheckpoint, *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
+    """
+    Writes one rank's part of the tensors. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
+    """
+
+class StoredState:
+    """
+    A parameter whose state is in files.
+
+    Args:
+        fqn, dtype, shape: of the complete parameter.
+        format: of its state.
+        is_own_master: whether its memory is the master.
+    """
+
+    def __init__(self, fqn: str, dtype: str, shape: Sequence[int], format: str, is_own_master: bool) -> None: ...
+
+    @property
+    def fqn(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> list[int]: ...
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def is_own_master(self) -> bool: ...
+
+class HeldShard:
+    """A shard of an AdamW, by its index, and its name in files."""
+
+    def __init__(self, state: AdamW, shard: int, fqn: str) -> None: ...
 
 class StateFiles:
     """
     The tensors of AdamW's state in a checkpoint.
 
     Args:
-        parameters: (fqn, dtype, shape, format, whether its memory is the master) each.
+        parameters: those that have state.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]]) -> None: ...
+    def __init__(self, parameters: Sequence[StoredState]) -> None: ...
 
     @property
     def held(self) -> dict:
         """The bytes that a save of the state holds on each rank, by purpose."""
 
-def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]], snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
+def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, partial: PartialCheckpoint, held: Sequence[HeldShard], snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
-    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
+    Writes one rank's part of the state. `held`: the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
-def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]], has_masters: bool = True) -> dict:
+def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[StoredState], rank: int, board: Board, ledger: Ledger, held: Sequence[HeldShard], has_masters: bool = True) -> dict:
     """
     Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json; `has_masters`: false for the state of torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
@@ -779,7 +838,7 @@ class Snapshot:
         states: (files, held) of each save_state.
     """
 
-    def __init__(self, window: int, rank: int, tensors: Sequence[tuple[SavePlan, dict]], states: Sequence[tuple[StateFiles, Sequence[tuple[AdamW, int, str]]]]) -> None: ...
+    def __init__(self, window: int, rank: int, tensors: Sequence[tuple[SavePlan, dict]], states: Sequence[tuple[StateFiles, Sequence[HeldShard]]]) -> None: ...
 
     @property
     def bytes(self) -> int:
@@ -849,7 +908,7 @@ class CheckpointSave:
     @property
     def point(self) -> int:
         """
-        The random number with which the ranks prove that each element was written once; a part of each rank's `place`.
+        The random number with which the ranks prove that each element was written once; see PartialCheckpoint.
         """
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:

@@ -213,7 +213,7 @@ def test_a_gradient_is_a_view_of_the_plane() -> None:
     for x in batches(3):
         model(x).sum().backward()
         address = weight.grad.data_ptr()
-        plane = optimizer._bound.states["fp32"].plane(0, "grad")
+        plane = optimizer._bound.states[0].plane(0, "grad")
         assert address == torch.from_dlpack(plane).data_ptr()
         model(x).sum().backward()
         assert weight.grad.data_ptr() == address

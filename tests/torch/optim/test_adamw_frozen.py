@@ -90,7 +90,9 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     assert_same(mine, theirs, ours, torchs)
     assert mine[0].weight.grad is None
     mine(torch.ones(WIDTH)).sum().backward()
-    assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "not in the plane"
+    grads = [(part.parameter.grad, slot.grad) for part, slot in ours._bound.slots.items()]
+    assert all(grad is view for grad, view in grads), "not in the plane"
+    del grads
     mine.zero_grad()
     gone = weakref.ref(ours)
     del ours, entry, kept_step
@@ -285,8 +287,9 @@ def test_a_skipped_step_warns_once() -> None:
 
 
 def in_plane(optimizer: AdamW, parameter: nn.Parameter) -> bool:
-    (part,) = (of for of in optimizer._bound.parts if of.parameter is parameter)
-    return parameter.grad.data_ptr() == part.plane.data_ptr()
+    slots = optimizer._bound.slots.items()
+    (buffer,) = (slot.grad_buffer for part, slot in slots if part.parameter is parameter)
+    return parameter.grad.data_ptr() == buffer.data_ptr()
 
 
 def test_gradients_of_an_unfrozen_parameter_with_a_loaded_entry_are_in_the_plane() -> None:

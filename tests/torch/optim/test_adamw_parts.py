@@ -18,6 +18,7 @@ from sharding import Cut, playing_new_rank  # noqa: E402  (after torch is known 
 from torch_front import from_pretrained, local_part, shard  # noqa: E402
 
 import modicum  # noqa: E402
+from modicum.torch.optim.names import ListedParameter, listed_in  # noqa: E402
 from modicum.torch.optim.parts import part_of  # noqa: E402
 from modicum.torch.shards.placements import Shardings  # noqa: E402
 
@@ -29,6 +30,11 @@ CUTS = [
     Cut("tp-fsdp", (2, 2)),
     Cut("tp-fsdp", (2, 2), dim=1),
 ]
+
+
+def listed(name: str, parameter: torch.nn.Parameter) -> ListedParameter:
+    (only,) = listed_in([{"params": [(name, parameter)]}])
+    return only
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_runs_are_the_elements_that_a_rank_holds(name: str, cut: Cut) -> None:
             model = shard(copy.deepcopy(whole), cut)
             shardings = Shardings()
             for n, parameter in model.named_parameters():
-                part = part_of(n, parameter, 0, shardings)
+                part = part_of(listed(n, parameter), "fp32", shardings)
                 runs = [torch.arange(float(first), float(first + k)) for first, k in part.runs]
                 got = torch.cat(runs) if runs else torch.empty(0)
                 held = local_part(n, whole.get_parameter(n).detach(), cut, rank)
@@ -77,4 +83,4 @@ def test_an_alias_of_an_uneven_cut_is_refused() -> None:
         parameter = model.get_parameter("model.layers.0.mlp.up_proj.weight")
         alias = torch.nn.Parameter(parameter.detach())
         with pytest.raises(modicum.UsageError, match=r"cuts of unknown order.*up_proj"):
-            part_of("up_proj", alias, 0, Shardings())
+            part_of(listed("up_proj", alias), "fp32", Shardings())

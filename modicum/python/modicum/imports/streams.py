@@ -43,11 +43,12 @@ class Streams:
         """The bytes by purpose that the save holds, with the stacks and heaps of its threads."""
         return Counter(self.plan.held) + Counter(staging=self.plan.fetching_bytes(_threads()))
 
-    def write(self, ledger: _modicum.Ledger, place: tuple[str, int]) -> int:
-        """Writes the tensors; returns the bytes. `place`: see `_modicum.save_tensors`."""
+    def write(self, ledger: _modicum.Ledger, directory: Path, point: int) -> int:
+        """Writes the tensors; returns the bytes. `point`: `CheckpointSave.point`."""
         board, threads = _modicum.Board(), _threads()
+        partial = _modicum.PartialCheckpoint(str(directory), point)
         wrote = _modicum.save_tensors(
-            self.plan, 0, board, ledger, place, fetch=self.fetch, threads=threads
+            self.plan, 0, board, ledger, partial, fetch=self.fetch, threads=threads
         )
         written: int = wrote["written_bytes"]
         return written
@@ -147,9 +148,9 @@ def write_step(
     saving = _modicum.CheckpointSave(str(root), step, folders)
     try:
         ledger, directory = _modicum.Ledger(limit), Path(saving.directory).resolve()
-        written = contents.model.write(ledger, (str(directory), saving.point))
+        written = contents.model.write(ledger, directory, saving.point)
         if contents.state is not None:
-            written += contents.state.write(ledger, (str(directory / "optimizer"), saving.point))
+            written += contents.state.write(ledger, directory / "optimizer", saving.point)
         published = saving.publish(contents.model.plan, more=texts, **state)
     finally:
         saving.discard()

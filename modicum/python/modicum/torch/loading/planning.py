@@ -18,7 +18,6 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import unbind_changed
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
-from modicum.torch.optim.states import StoredStates
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -225,7 +224,7 @@ def _state_files(
     its state can be saved on all ranks."""
     if len(needs) != 1:
         return None, ""
-    stored: StoredStates = []
+    stored: list[_modicum.StoredState] = []
     refused = ""
     try:
         stored = needs[0].stored(model.names)

@@ -29,7 +29,7 @@ from modicum.torch.optim.binding import (
 from modicum.torch.optim.bound import BoundParameters
 from modicum.torch.optim.items import StateItem, exported_items, stored_items
 from modicum.torch.optim.names import called, names_of, naming_fqns, skip_warning, warn_script
-from modicum.torch.optim.parts import Part
+from modicum.torch.optim.parts import Part, Slot
 from modicum.torch.optim.state_dicts import (
     is_begun,
     is_noted,
@@ -154,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
         self._has_warned = self._has_warned_of_skip = False
         self._is_first, self._has_loaded = True, False
         self._bound = BoundParameters()
-        weakref.finalize(self, unbind, self._bound.parts).atexit = False
+        weakref.finalize(self, unbind, self._bound.slots).atexit = False
 
         def bind() -> None:
             self._checked(self.param_groups)
@@ -167,33 +167,35 @@ class AdamW(torch.optim.Optimizer):
     def _release(self) -> None:
         """Unbinds all parameters; there must be no state to lose. Keeps the entries of `state` that
         the program has set: they are the values of the parameters that are bound next."""
-        parts = self._bound.parts
-        untouched = {part.parameter for part in parts if self._is_untouched(part)}
+        slots = self._bound.slots
+        untouched = {
+            part.parameter for part, slot in slots.items() if self._is_untouched(part, slot)
+        }
         caller_entries = {
             key: entry for key, entry in self.state.items() if entry and key not in untouched
         }
-        unbind(parts)
+        unbind(slots)
         self._bound.drop(0)
         self._has_loaded = False
         self.state.clear()
         self.state.update(caller_entries)
 
-    def _is_untouched(self, part: Part) -> bool:
+    def _is_untouched(self, part: Part, slot: Slot) -> bool:
         """Whether the part's entry of `state` is the optimizer's own, before the first step."""
         entry = self.state.get(part.parameter)
-        return entry is not None and is_noted(part, entry) and entry["step"].item() == 0
+        return entry is not None and is_noted(entry, slot.entry) and entry["step"].item() == 0
 
     def _has_state(self) -> bool:
         """Whether unbinding the parameters would lose state."""
         counts = self._bound.counts.tolist()
         return any(
             (count > 0 or self._has_loaded) and bool(self.state.get(part.parameter))
-            for part, count in zip(self._bound.parts, counts, strict=True)
+            for part, count in zip(self._bound.slots, counts, strict=True)
         )
 
     def _unbind_changed(self) -> None:
         """Frees all state if parameters were replaced or moved; raises if values would be lost."""
-        changed = changed_since(self._bound.parts, self.param_groups)
+        changed = changed_since(self._bound.slots, self.param_groups)
         if changed is not None:
             if self._has_state():
                 raise changed
@@ -225,13 +227,13 @@ class AdamW(torch.optim.Optimizer):
         which `wants` is true. Entries of `state` become its values. After an error `_all_or_none`
         frees the new state."""
         bound = self._bound
-        parts = new_parts(self.param_groups, wants, bound.parts)
+        parts = new_parts(self.param_groups, wants, bound.slots, self.state_format)
         if not parts:
             return
         try:
             bound.add(
-                parts, groups, what=called(parts), options=self._checked(groups), seed=self.seed,
-                state_format=self.state_format, ledger=self.ledger, pin=self._pin, fork=self._fork,
+                parts, groups, options=self._checked(groups), ledger=self.ledger, seed=self.seed,
+                pin=self._pin, fork=self._fork, what=called(parts),
             )  # fmt: skip
         except BudgetError as error:
             error.tensor = error.tensor or parts[0].name
@@ -250,10 +252,11 @@ class AdamW(torch.optim.Optimizer):
             try:
                 yield
             except BaseException:
-                self._bound.drop(sum(bool(part.entry) for part in self._bound.parts))
+                self._bound.drop(sum(bool(slot.entry) for slot in self._bound.slots.values()))
                 raise
-            new = [part for part in self._bound.parts if not part.entry]  # not shown in `state` yet
-            hook(self._bound.parts)
+            slots = self._bound.slots
+            new = [part for part, slot in slots.items() if not slot.entry]  # not yet in `state`
+            hook(slots)
             if new:
                 self._bound.show(self.state, new)
 
@@ -379,13 +382,13 @@ class AdamW(torch.optim.Optimizer):
     def _check_gradients(self) -> None:
         """Raises if parameters lack gradients because the model has replaced them: checked in the
         first step, and in the first one without any gradient. Warns if these are the same step."""
-        collected = zip(self._bound.parts, self._bound.collected, strict=True)
+        collected = zip(self._bound.slots, self._bound.collected, strict=True)
         lacking = [part for part, (grad, _) in collected if grad is None]
-        has_none = len(lacking) == len(self._bound.parts)
+        has_none = len(lacking) == len(self._bound.slots)
         is_first, self._is_first = self._is_first, False
         if (is_first and lacking) or (has_none and not self._has_warned):
             try:
-                refuse_lost([p for p in lacking if p.parameter.requires_grad], self._bound.parts)
+                refuse_lost([p for p in lacking if p.parameter.requires_grad], self._bound.slots)
             except UsageError:
                 self._is_first = is_first
                 raise
@@ -421,11 +424,7 @@ class AdamW(torch.optim.Optimizer):
         self._bound.refresh_masters()
         own_state = self.state
         try:
-            exported: dict[torch.Tensor, Any] = {
-                part.parameter: self._bound.exported(part, own_state[part.parameter])
-                for part in self._bound.parts
-            }
-            self.state = defaultdict(dict, exported)
+            self.state = defaultdict(dict, self._bound.exported(own_state))
             return super().state_dict()
         finally:
             self.state = own_state
@@ -462,7 +461,7 @@ class AdamW(torch.optim.Optimizer):
             ids = [id(p) for group in self.param_groups for p in group["params"]]
             has_values = {key for key, entry in zip(ids, saved, strict=True) if entry}
             self._take_up(lambda p: id(p) in has_values, groups)
-            values.extend(saved_values(part, saved[part.at]) for part in self._bound.parts)
+            values.extend(saved_values(part, saved[part.at]) for part in self._bound.slots)
 
         self._agreed(check)
         self._forget()
@@ -470,7 +469,7 @@ class AdamW(torch.optim.Optimizer):
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update(new)
         self._bound.set_options(self._options(self.param_groups))
-        for part, part_values in zip(self._bound.parts, values, strict=True):
+        for part, part_values in zip(self._bound.slots, values, strict=True):
             self._bound.take(part, part_values)
             self._bound.take_master(part, part_values.get("master"))
         self._has_loaded = any(map(is_begun, values))

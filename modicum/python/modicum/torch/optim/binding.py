@@ -2,7 +2,7 @@
 hooks their gradients."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from modicum.errors import UsageError, refusal
-from modicum.torch.optim.names import fqns_of, modules_alive, named
-from modicum.torch.optim.parts import Memory, Part, mesh_of, part_of, place_of, placement_of
+from modicum.torch.optim.names import fqns_of, listed_in, modules_alive
+from modicum.torch.optim.parts import (
+    Memory,
+    Part,
+    Slot,
+    mesh_of,
+    part_of,
+    place_of,
+    placement_of,
+)
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, parameters_of, require_known
 
@@ -27,7 +35,8 @@ Wants = Callable[[nn.Parameter], bool]
 def new_parts(
     groups: Sequence[Group],
     wants: Wants,
-    bound: Sequence[Part],
+    bound: Collection[Part],
+    state_format: str,
     memories: Mapping[int, Memory] | None = None,
 ) -> list[Part]:
     """A part for each parameter in `groups` that has none in `bound` and for which `wants` is true,
@@ -35,6 +44,7 @@ def new_parts(
     equal names, and for shared memory.
 
     Args:
+        state_format: as for `part_of`.
         memories: the memory that parameters on meta will have, by id of the parameter. The parts of
             these serve only to count bytes of state.
     """
@@ -46,14 +56,13 @@ def new_parts(
     shardings = Shardings()
     parts: list[Part] = []
     names: set[str] = set()
-    for at, (name, index, parameter) in enumerate(named(groups)):
-        if name in names:
-            raise refusal("USAGE", "two parameters have one name", tensor=name)
-        names.add(name)
+    for listed in listed_in(groups):
+        if listed.name in names:
+            raise refusal("USAGE", "two parameters have one name", tensor=listed.name)
+        names.add(listed.name)
+        parameter = listed.parameter
         if id(parameter) not in known and wants(parameter):
-            memory = memories.get(id(parameter))
-            parts.append(part_of(name, parameter, index, shardings, memory))
-            parts[-1].at = at
+            parts.append(part_of(listed, state_format, shardings, memories.get(id(parameter))))
     _refuse_overlaps([*bound, *(part for part in parts if id(part.parameter) not in memories)])
     return parts
 
@@ -113,7 +122,7 @@ def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
 # ---- changes
 
 
-def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError | None:
+def changed_since(parts: Collection[Part], groups: Sequence[Group]) -> UsageError | None:
     """An error that names the first parameter which was replaced or moved since `parts` were bound,
     or None. Parameters without a part may change."""
     indexed = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
@@ -136,7 +145,7 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
     return None
 
 
-def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
+def refuse_lost(lacking: Sequence[Part], parts: Collection[Part]) -> None:
     """Raises `UsageError` if a parameter of `lacking` was replaced in its module, but not in the
     groups. This is assumed if no module has the parameter any more, while some module has a
     parameter of the same shape that has a gradient and is not in `parts`. Searches all objects of
@@ -156,67 +165,68 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 # ---- gradients
 
 
-def hook(parts: Iterable[Part]) -> None:
+def hook(slots: Mapping[Part, Slot]) -> None:
     """Registers hooks that move each gradient to its buffer (its part of the state's memory for
     gradients) once autograd has accumulated it, and free the gradient's own memory."""
-    for part in parts:
-        if part.hook is None and part.grad is not None and part.parameter.requires_grad:
-            part.hook = part.parameter.register_post_accumulate_grad_hook(_taking(part))
+    for part, slot in slots.items():
+        if slot.hook is None and slot.grad is not None and part.parameter.requires_grad:
+            take = _taking(part, slot)
+            slot.hook = part.parameter.register_post_accumulate_grad_hook(take)
 
 
-def unhook(parts: Iterable[Part]) -> None:
-    for part in parts:
-        if part.hook is not None:
-            part.hook.remove()
-        part.hook = None
+def unhook(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        if slot.hook is not None:
+            slot.hook.remove()
+        slot.hook = None
 
 
-def leave_buffers(parts: Iterable[Part]) -> None:
+def leave_buffers(slots: Mapping[Part, Slot]) -> None:
     """Called before the buffers are freed. Moves gradients that are in them to memory of their
     own."""
-    for part in parts:
+    for part, slot in slots.items():
         parameter = part.parameter
-        if part.grad is None or parameter.grad is None:
+        if slot.grad is None or parameter.grad is None:
             continue
-        if not is_in_place(part, parameter.grad):
+        if not is_in_place(slot, parameter.grad):
             continue
-        if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-            parameter.grad = part.grad.clone()
+        if (parameter.shape, parameter.dtype) == (slot.grad.shape, slot.grad.dtype):
+            parameter.grad = slot.grad.clone()
 
 
-def unbind(parts: Iterable[Part]) -> None:
+def unbind(slots: Mapping[Part, Slot]) -> None:
     """Called when the state is freed, perhaps by the garbage collector in any other code."""
-    unhook(parts)
+    unhook(slots.values())
     with torch.inference_mode(False), torch.no_grad():
-        leave_buffers(parts)
+        leave_buffers(slots)
 
 
-def _taking(part: Part) -> Callable[[nn.Parameter], None]:
+def _taking(part: Part, slot: Slot) -> Callable[[nn.Parameter], None]:
     def take(parameter: nn.Parameter) -> None:
-        grad, buffer = parameter.grad, part.grad_buffer
-        if grad is None or buffer is None or part.grad is None or grad is part.grad:
+        grad, buffer = parameter.grad, slot.grad_buffer
+        if grad is None or slot.grad is None or grad is slot.grad:
             return
         if grad.is_sparse or grad.dtype != buffer.dtype:
             return
         if grad.requires_grad:  # of backward(create_graph=True): the step copies its values
             return
-        if place_of(part.grad) != part.grad_place:  # moved out of the buffer, as by `.data = x`
-            part.grad = part.like_parameter(buffer)
-        if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
+        if place_of(slot.grad) != slot.grad_place:  # moved out of the buffer, as by `.data = x`
+            slot.grad = part.like_parameter(buffer)
+        if grad.shape != slot.grad.shape or place_of(slot.grad) != slot.grad_place:
             return  # the step compares shape and place, and copies the gradient or raises
         if placement_of(grad) != placement_of(parameter):
             return  # the step redistributes it; until then autograd adds to it as it is
         with torch.no_grad():
-            leave_kept(part)
+            leave_kept(part, slot)
             buffer.copy_(part.local_like(grad, "gradient"))
-        parameter.grad = part.grad
+        parameter.grad = slot.grad
 
     return take
 
 
-def is_in_place(part: Part, grad: torch.Tensor) -> bool:
+def is_in_place(slot: Slot, grad: torch.Tensor) -> bool:
     """Whether the gradient is the view of the state's gradient buffer."""
-    return grad is part.grad and place_of(grad) == part.grad_place
+    return grad is slot.grad and place_of(grad) == slot.grad_place
 
 
 def _references(holder: Any) -> int:
@@ -227,14 +237,14 @@ def _references(holder: Any) -> int:
 _ALONE = _references(SimpleNamespace(grad=object()))
 
 
-def leave_kept(part: Part) -> None:
+def leave_kept(part: Part, slot: Slot) -> None:
     """Called before the buffer is overwritten. If the program has kept the tensor that was
     `parameter.grad`, as in `g = p.grad; optimizer.zero_grad()`, moves that tensor's values to new
     memory. Views of it are not detected."""
-    if part.grad is None or part.grad is part.parameter.grad or _references(part) <= _ALONE:
+    if slot.grad is None or slot.grad is part.parameter.grad or _references(slot) <= _ALONE:
         return
-    if place_of(part.grad) != part.grad_place:  # moved out of the buffer, as by share_memory_
+    if place_of(slot.grad) != slot.grad_place:  # moved out of the buffer, as by share_memory_
         return
-    kept = local_of(part.grad)
+    kept = local_of(slot.grad)
     kept.data = kept.detach().clone()
-    part.set_grad()
+    slot.set_grad(part)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from modicum.torch.optim.bound import MOMENTS, BoundParameters
+from modicum.torch.optim.bound import BoundParameters
+from modicum.torch.optim.parts import MOMENTS
 from modicum.torch.optim.states import has_master, is_own_master, tensor_dtype
 
 StateItem = tuple[str, str, torch.Tensor]
@@ -13,8 +14,8 @@ StateItem = tuple[str, str, torch.Tensor]
 
 def exported_items(bound: BoundParameters) -> Iterator[StateItem]:
     """The values of a state dict, one by one. Does not keep a tensor that it has yielded."""
-    for part in bound.parts:
-        step = float(bound.states[part.state].steps[part.shard])
+    for part, slot in bound.slots.items():
+        step = float(slot.state.steps[slot.shard])
         yield part.name, "step", torch.tensor(step, dtype=torch.float32, device="cpu")
         for name in part.moments:
             yield part.name, name, bound.values(part, name)
@@ -25,17 +26,15 @@ def exported_items(bound: BoundParameters) -> Iterator[StateItem]:
 def stored_items(bound: BoundParameters) -> Iterator[StateItem]:
     """One-dimensional views of this rank's state tensors and scales, in
     memory order, under the names of the tensors in a checkpoint."""
-    for part in bound.parts:
-        assert part.steps is not None
-        steps, index = part.steps
-        yield part.name, "step", steps[index]
-        state = bound.states[part.state]
+    for part, slot in bound.slots.items():
+        yield part.name, "step", slot.step
+        state, shard = slot.state, slot.shard
         names = [] if is_own_master(part) else ["master"]
         for name in (*names, "master_low", *part.moments):
-            tensor = torch.from_dlpack(state.plane(part.shard, name))
+            tensor = torch.from_dlpack(state.plane(shard, name))
             if tensor.numel() > 0:
                 yield part.name, name, tensor.view(tensor_dtype(part, name))
             if name in MOMENTS:
-                scales = torch.from_dlpack(state.scales(part.shard, name))
+                scales = torch.from_dlpack(state.scales(shard, name))
                 if scales.numel() > 0:
                     yield part.name, "_".join((name, "scale")), scales.view(torch.float32)

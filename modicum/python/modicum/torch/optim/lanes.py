@@ -9,12 +9,8 @@ from typing import Any
 import torch
 
 from modicum import _modicum
-from modicum.torch.optim.parts import Part
+from modicum.torch.optim.parts import Part, Slot
 
-Stepping = tuple[_modicum.AdamW, Any, Any, str, bool]
-"""An item of the argument `states` of `_modicum.step_all`: the state; functions that send a chunk
-of new parameters from a slot, and that wait for the slot, or None; the dtype of the chunks, unused
-without functions; whether the step first refreshes the masters from the parameters."""
 SLOTS = 4
 """Staging slots per thread."""
 
@@ -34,13 +30,14 @@ class Lane:
     ) -> None:
         """
         Args:
+            parts: in the order of the state's shards.
             masters: the masters by shard, if they have the parameters' dtype: new parameters are
                 copied from them. None: new parameters are rounded into slots of the staging, and
                 copied from there.
         """
         self._state = state
         self._masters = masters
-        self._parts = {part.shard: part for part in parts if part.local.numel() > 0}
+        self._parts = parts
         self._device = parts[0].local.device
         self._dtype = parts[0].local.dtype
         staging = torch.from_dlpack(state.staging)
@@ -48,34 +45,32 @@ class Lane:
         self._slots = self._staging.view(-1, _modicum.SLOT_BYTES // self._dtype.itemsize)
         self._copied: Any = None  # the event after the copies of `masters`
 
-    def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
+    def bring(self, grads: Sequence[tuple[Slot, torch.Tensor]]) -> list[int]:
         """Copies one-dimensional gradients to the state: into its buffer, or through the staging if
         the dtype differs. Returns the shards whose gradients are in the buffer."""
         in_place = []
-        for part, grad in parts:
-            assert part.grad_buffer is not None
-            buffer = part.grad_buffer
-            if grad.dtype == buffer.dtype:
-                buffer.copy_(grad, non_blocking=True)
-                in_place.append(part.shard)
+        for slot, grad in grads:
+            if grad.dtype == slot.grad_buffer.dtype:
+                slot.grad_buffer.copy_(grad, non_blocking=True)
+                in_place.append(slot.shard)
             else:
-                self._bring_in_pieces(part, grad)
+                self._bring_in_pieces(slot, grad)
         if in_place and (stream := _stream_of(self._device)):
             stream.synchronize()
         return in_place
 
-    def _bring_in_pieces(self, part: Part, grad: torch.Tensor) -> None:
+    def _bring_in_pieces(self, slot: Slot, grad: torch.Tensor) -> None:
         staging = self._staging.view(torch.uint8).view(grad.dtype)
         for at in range(0, grad.numel(), staging.numel()):
             piece = grad[at : at + staging.numel()]
             staged = staging[: piece.numel()]
             staged.copy_(piece)
-            self._state.arrive(part.shard, staged, at=at)
+            self._state.arrive(slot.shard, staged, at=at)
 
-    def stepping(self) -> Stepping:
-        """This state's item for `step_all`; call `stepped` after that."""
+    def stepping(self) -> _modicum.StateStep:
+        """This state's step, for `_modicum.step_all`; call `stepped` after that."""
         if self._masters is not None:
-            return self._state, None, None, "bfloat16", False
+            return _modicum.StateStep(self._state)
         stream = _stream_of(self._device)
         sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
@@ -91,7 +86,8 @@ class Lane:
             if slot in sent:
                 sent.pop(slot).synchronize()
 
-        return self._state, send, wait, str(self._dtype).removeprefix("torch."), False
+        dtype = str(self._dtype).removeprefix("torch.")
+        return _modicum.StateStep(self._state, send, wait, dtype)
 
     def stepped(self) -> None:
         """Starts to copy new masters to the device; `settle` waits for the copies."""

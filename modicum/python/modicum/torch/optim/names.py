@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,10 +19,21 @@ from modicum.upstream.wrappers import canonical
 _UNNAMED = re.compile(r"\bparam\.(\d+)\b")
 
 
-def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Parameter]]:
-    """(name, index of its group, parameter) of all parameters. The name is the one in the group's
-    `param_names`, or "param.N" with the parameter's index. A group that is not added yet may hold
-    (name, parameter) pairs."""
+class ListedParameter(NamedTuple):
+    """A parameter in the groups of an optimizer."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    """Index of its group."""
+    at: int
+    """Its index in the list of all groups' parameters."""
+    has_amsgrad: bool
+
+
+def listed_in(groups: Sequence[dict[str, Any]]) -> Iterator[ListedParameter]:
+    """All parameters. The name is the one in the group's `param_names`, or "param.N" with the
+    parameter's index. A group that is not added yet may hold (name, parameter) pairs."""
     count = 0
     for index, group in enumerate(groups):
         names = group.get("param_names", ())
@@ -30,13 +41,13 @@ def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Param
             name = canonical(names[at]) if at < len(names) else f"param.{count}"
             if isinstance(param, tuple):
                 name, param = canonical(str(param[0])), param[1]
-            yield name, index, param
+            yield ListedParameter(name, param, index, count, bool(group.get("amsgrad")))
             count += 1
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
     """The parameters' names in the groups' order, the same on every rank."""
-    return [name for name, _, _ in named(groups)]
+    return [listed.name for listed in listed_in(groups)]
 
 
 def called(parts: Sequence[Any]) -> str:
@@ -53,7 +64,9 @@ def naming_fqns(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
         yield
     except Error as error:
         unnamed_parameters = {
-            name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)
+            listed.name: listed.parameter
+            for listed in listed_in(groups)
+            if _UNNAMED.fullmatch(listed.name)
         }
         unnamed = [
             name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in unnamed_parameters

@@ -11,13 +11,16 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.torch.optim.names import ListedParameter
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, version_of
 from modicum.upstream.torch_distributed import dtensor_like
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-@dataclass(eq=False)
+
+@dataclass(frozen=True, eq=False)
 class Part:
     """A rank's part of one parameter."""
 
@@ -25,6 +28,8 @@ class Part:
     parameter: nn.Parameter
     group: int
     """Index of the parameter's group."""
+    at: int
+    """Index of the parameter in the list of all groups' parameters, with and without state."""
     local: torch.Tensor
     """The parameter's own memory as a detached one-dimensional tensor."""
     order: tuple[int, ...]
@@ -35,31 +40,12 @@ class Part:
     is_counted: bool
     """Whether this rank counts the part in a global norm. Of the ranks that hold the same part
     exactly one does."""
-    at: int = 0
-    """Index of the parameter in the list of all groups' parameters, with and without state."""
-    place: tuple[Any, ...] = ()
-    """`place_of(parameter)` when the state was made."""
-    format: str = ""
-    """The format of the part's state."""
-    moments: tuple[str, ...] = ()
+    place: tuple[Any, ...]
+    """`place_of(parameter)` when the part was made."""
+    format: str
+    """The format of its state."""
+    moments: tuple[str, ...]
     """The names of its moments."""
-    state: str = ""
-    """The key of its state in `BoundParameters.states`."""
-    shard: int = 0
-    """Its index in that state."""
-    grad_buffer: torch.Tensor | None = None
-    """Its elements in the state's gradient buffer, one-dimensional."""
-    grad: torch.Tensor | None = None
-    """A view of `grad_buffer` that can be `parameter.grad`; None if gradients are copied there."""
-    grad_place: tuple[Any, ...] = ()
-    """`place_of(grad)` when the state was made."""
-    hook: Any = None
-    """The handle of the hook that moves gradients to `grad_buffer`."""
-    steps: tuple[torch.Tensor, int] | None = None
-    """(the tensor of step counts, of which the optimizer's `state` has views; the part's index in
-    it)"""
-    entry: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
-    """The values that the optimizer has put into `state[parameter]`, each with its address."""
 
     @property
     def on_host(self) -> bool:
@@ -80,12 +66,6 @@ class Part:
             back = [self.order.index(dim) for dim in range(len(shape))]
             local = local.view([shape[dim] for dim in self.order]).permute(back)
         return dtensor_like(self.parameter, local)
-
-    def set_grad(self) -> None:
-        """Sets `grad` to a new view of `grad_buffer`."""
-        assert self.grad_buffer is not None
-        self.grad = self.like_parameter(self.grad_buffer)
-        self.grad_place = place_of(self.grad)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:
         """This rank's elements of `whole`, in the order of `local`. A DTensor with other placements
@@ -123,6 +103,40 @@ class Part:
     def shape(self) -> list[int]:
         """The complete parameter's shape, with dims in `order`."""
         return [self.parameter.shape[dim] for dim in self.order]
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where the state of a part is, and what the program sees of it."""
+
+    state: _modicum.AdamW
+    shard: int
+    """The part's index in `state`."""
+    grad_buffer: torch.Tensor
+    """Its elements in the state's gradient buffer, one-dimensional."""
+    steps: torch.Tensor
+    """The step counts of several parts, of which the optimizer's `state` shows views. A program may
+    change them."""
+    index: int
+    """The part's index in `steps`."""
+    grad: torch.Tensor | None = None
+    """A view of `grad_buffer` that can be `parameter.grad`; None if gradients are copied there."""
+    grad_place: tuple[Any, ...] = ()
+    """`place_of(grad)` when it was made."""
+    hook: Any = None
+    """The handle of the hook that moves gradients to `grad_buffer`."""
+    entry: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
+    """The values that the optimizer has put into `state[parameter]`, each with its address."""
+
+    @property
+    def step(self) -> torch.Tensor:
+        """A new view of its step count."""
+        return self.steps[self.index]
+
+    def set_grad(self, part: Part) -> None:
+        """Sets `grad` to a new view of `grad_buffer`."""
+        self.grad = part.like_parameter(self.grad_buffer)
+        self.grad_place = place_of(self.grad)
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
@@ -177,15 +191,19 @@ class Memory:
 
 
 def part_of(
-    name: str,
-    parameter: nn.Parameter,
-    group: int,
+    listed: ListedParameter,
+    state_format: str,
     shardings: Shardings,
     memory: Memory | None = None,
 ) -> Part:
     """The part of a parameter. Raises `UsageError` if it can't be stepped in place, and for the
-    reasons of `Shardings.of`. `memory`: the future memory of a parameter on meta, to count its
-    state."""
+    reasons of `Shardings.of`.
+
+    Args:
+        state_format: the format that the user asks for.
+        memory: the future memory of a parameter on meta, to count its state.
+    """
+    name, parameter = listed.name, listed.parameter
     local = local_of(parameter)
     if memory is not None:
         local = memory.in_place_of(local)
@@ -212,7 +230,13 @@ def part_of(
     is_counted = shardings.counts(parameter, sharding)
     line = local.detach()
     line = line.view(-1) if local.is_contiguous() else line.permute(order).view(-1)
-    return Part(name, parameter, group, line, order, runs, is_counted, place=place_of(parameter))
+    dtype, shape = str(local.dtype).removeprefix("torch."), [parameter.shape[dim] for dim in order]
+    return Part(
+        name, parameter, listed.group, listed.at, line, order, runs, is_counted,
+        place=place_of(parameter),
+        format=_modicum.state_format_of(dtype, shape, state_format),
+        moments=MOMENTS if listed.has_amsgrad else MOMENTS[:2],
+    )  # fmt: skip
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from modicum import _modicum
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.binding import new_parts, on_meta
-from modicum.torch.optim.bound import moments_of
 from modicum.torch.optim.names import called
 from modicum.torch.optim.parts import Memory, Part
-from modicum.torch.optim.states import StoredStates, footprint, require_storable, stored_of
+from modicum.torch.optim.states import footprint, require_storable, stored_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Needs:
     parts: Sequence[Part] = ()
     """The parameters that will have state."""
 
-    def stored(self, names: Mapping[int, str]) -> StoredStates:
+    def stored(self, names: Mapping[int, str]) -> list[_modicum.StoredState]:
         """The parts' state in files; empty if `names` lacks a parameter. `names`: the name in files
         by id of a parameter. Raises `UsageError` if a save does not support a part's state."""
         if any(id(part.parameter) not in names for part in self.parts):
@@ -36,15 +36,13 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
     """The bytes that `optimizer.allocate()` would charge if the parameters on meta had `memories`,
     by id of the parameter; no bytes if `memories` lacks a parameter on meta that trains. Raises
     `BudgetError` if the optimizer's ledger lacks room."""
-    groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
+    groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.slots
     if any(id(parameter) not in memories for parameter in on_meta(groups, wants)):
         return Needs()
-    parts = new_parts(groups, wants, bound, memories)
+    parts = new_parts(groups, wants, bound, optimizer.state_format, memories)
     options = optimizer._checked(groups)
-    needed: Any = footprint(parts, options, optimizer.state_format, fork=optimizer._fork)
+    needed: Any = footprint(parts, options, fork=optimizer._fork)
     optimizer.ledger.require_room(needed, called(parts))
-    for part in parts:
-        part.moments = moments_of(groups[part.group])
     return Needs(dict(needed), [*bound, *parts])
 
 

@@ -19,6 +19,8 @@ _CHUNK = 1 << 20  # elements
 
 Values = dict[str, Any]
 """`step`, and one-dimensional tensors by name. A moment of None is all zeros."""
+NotedEntry = Mapping[str, tuple[Any, int]]
+"""`Slot.entry`."""
 
 
 def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -84,9 +86,9 @@ def saved_values(part: Part, saved: Any) -> Values:
     return values
 
 
-def entry_values(part: Part, entry: Any) -> Values:
-    """The values that a program has set in an entry of `state`. An empty entry restarts the
-    parameter's state from zero, as in torch's optimizers."""
+def entry_values(part: Part, entry: Any, noted: NotedEntry) -> Values:
+    """The values that a program has set in an entry of `state` since it was `noted`. An empty entry
+    restarts the parameter's state from zero, as in torch's optimizers."""
     if not entry:
         return {"step": 0, **dict.fromkeys(part.moments)}
     values: Values = {}
@@ -94,24 +96,24 @@ def entry_values(part: Part, entry: Any) -> Values:
         raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
     values["step"] = _step(part, entry["step"])
     for name in part.moments:
-        if name in entry and not _is_same(entry, name, part.entry):
+        if name in entry and not _is_same(entry, name, noted):
             values[name] = _checked(part, entry, name)
-        elif name not in entry and name in part.entry:
+        elif name not in entry and name in noted:
             raise refusal("MISMATCH", f"its state lacks '{name}'", tensor=part.name)
     return values
 
 
-def is_noted(part: Part, entry: Any) -> bool:
+def is_noted(entry: Any, noted: NotedEntry) -> bool:
     """Whether an entry of `state` has exactly the tensors that the optimizer has put there, with
     unchanged addresses. Values are not compared."""
     return (
         entry is not None
-        and len(entry) == len(part.entry)
-        and all(_is_same(entry, name, part.entry) for name in part.entry)
+        and len(entry) == len(noted)
+        and all(_is_same(entry, name, noted) for name in noted)
     )
 
 
-def _is_same(entry: Any, name: str, noted: Mapping[str, tuple[Any, int]]) -> bool:
+def _is_same(entry: Any, name: str, noted: NotedEntry) -> bool:
     if name not in noted or name not in entry:
         return False
     value, address = noted[name]

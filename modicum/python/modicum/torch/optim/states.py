@@ -44,15 +44,11 @@ def has_master(part: Part) -> bool:
     return part.local.dtype != torch.float32
 
 
-StoredStates = list[tuple[str, str, list[int], str, bool]]
-"""(name, dtype, shape, format, whether it is its own master) of each parameter whose state is in
-files: the argument of `_modicum.StateFiles`."""
-
-
-def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> StoredStates:
-    """`name_of`: returns a part's name in files. The parts' `format` must be set."""
+def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> list[_modicum.StoredState]:
+    """The parameters whose state is in files: the argument of `_modicum.StateFiles`. `name_of`:
+    returns a part's name in files."""
     return [
-        (
+        _modicum.StoredState(
             name_of(part),
             str(part.local.dtype).removeprefix("torch."),
             [*part.parameter.shape],
@@ -64,8 +60,7 @@ def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> StoredSt
 
 
 def require_storable(part: Part, name: str) -> None:
-    """Raises `UsageError` if the part's state can't be in files. `format` and `moments` must be
-    set. `name`: the part's name in files."""
+    """Raises `UsageError` if the part's state can't be in files. `name`: its name in files."""
     if len(part.moments) > 2:
         what = "the state of AdamW with amsgrad can't be saved by modicum.torch.save"
         raise refusal("UNSUPPORTED", what, tensor=name)
@@ -151,80 +146,58 @@ def require_seed(seed: Any) -> int:
 def make_states(
     parts: Sequence[Part],
     options: Sequence[_modicum.AdamOptions],
-    state_format: str,
     ledger: _modicum.Ledger,
     seed: int,
     pin: Any,
     *,
     fork: str,
     what: str,
-) -> dict[str, _modicum.AdamW]:
-    """Makes the states, by key, and sets `format`, `state` and `shard` of each part. `state_format`
-    determines the format of a part by its dtype and shape. Charges all of the memory or none.
-    `what`: what a `BudgetError` calls the memory."""
-    shards, made_with = _grouped(parts, options, state_format, fork)
-    ledger.require_room(_footprint(shards, made_with, options), what)  # all must fit, or none
+) -> list[tuple[_modicum.AdamW, list[Part]]]:
+    """The states, each with its parts in the order of its shards. Charges all of the memory or
+    none. `what`: what a `BudgetError` calls the memory."""
+    ledger.require_room(footprint(parts, options, fork=fork), what)  # all must fit, or none
     pins, unpins = _registrar(pin)
-    return {
-        key: _modicum.AdamW(
-            shard_list, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **made_with[key]
+    states = []
+    for state_parts in _by_state(parts):
+        shards, arguments = [*map(_shard_of, state_parts)], _arguments(state_parts[0], fork)
+        state = _modicum.AdamW(
+            shards, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **arguments
         )
-        for key, shard_list in shards.items()
-    }
+        states.append((state, state_parts))
+    return states
 
 
 def footprint(
-    parts: Sequence[Part],
-    options: Sequence[_modicum.AdamOptions],
-    state_format: str,
-    *,
-    fork: str,
+    parts: Sequence[Part], options: Sequence[_modicum.AdamOptions], *, fork: str
 ) -> Counter[str]:
-    """The bytes that `make_states` would charge, by purpose. Sets `format`, `state` and `shard` of
-    each part, too."""
-    return _footprint(*_grouped(parts, options, state_format, fork), options)
-
-
-Shards = dict[str, list[Any]]
-MadeWith = dict[str, dict[str, Any]]
-
-
-def _footprint(
-    shards: Shards, made_with: MadeWith, options: Sequence[_modicum.AdamOptions]
-) -> Counter[str]:
+    """The bytes that `make_states` would charge, by purpose."""
     needed: Counter[str] = Counter()
-    for key, shard_list in shards.items():
-        needed.update(_modicum.adamw_footprint(shard_list, options, **made_with[key]))
+    for state_parts in _by_state(parts):
+        shards, arguments = [*map(_shard_of, state_parts)], _arguments(state_parts[0], fork)
+        needed.update(_modicum.adamw_footprint(shards, options, **arguments))
     return needed
 
 
-def _grouped(
-    parts: Sequence[Part], options: Sequence[_modicum.AdamOptions], state_format: str, fork: str
-) -> tuple[Shards, MadeWith]:
-    """The shards of each state, and the arguments with which it is made. Sets `format`, `state` and
-    `shard` of each part."""
-    _modicum.adamw_footprint([], options, format=state_format)  # refuses an unknown format
-    shards: Shards = {}
-    made_with: MadeWith = {}
-    threads = cpus_of_rank()
+def _by_state(parts: Sequence[Part]) -> list[list[Part]]:
+    by_state: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
-        dtype = str(part.local.dtype).removeprefix("torch.")
-        part.format = _modicum.state_format_of(dtype, part.shape, state_format)
-        part.state = part.format
-        if not part.on_host:
-            part.state += f" of {part.local.dtype} on {part.local.device}"
-        # On the host the state steps the parameter in place as the master, or writes to it (`out`).
-        master = out = None
-        if part.on_host and part.local.numel() > 0:
-            master, out = (part.local, None) if is_own_master(part) else (None, part.local)
-        of_state = shards.setdefault(part.state, [])
-        part.shard = len(of_state)
-        of_state.append((part.name, part.shape, part.runs, part.group, master, out))
-        slots = 0 if part.on_host else SLOTS
-        made_with[part.state] = {
-            "format": part.format, "slots": slots, "threads": threads, "fork": fork,
-        }  # fmt: skip
-    return shards, made_with
+        where = () if part.on_host else (part.local.dtype, part.local.device)
+        by_state.setdefault((part.format, *where), []).append(part)
+    return [*by_state.values()]
+
+
+def _shard_of(part: Part) -> _modicum.AdamWShard:
+    """On the host the state steps the parameter in place as the master, or writes to it (`out`)."""
+    master = out = None
+    if part.on_host and part.local.numel() > 0:
+        master, out = (part.local, None) if is_own_master(part) else (None, part.local)
+    return _modicum.AdamWShard(part.name, part.shape, part.runs, part.group, master, out)
+
+
+def _arguments(part: Part, fork: str) -> dict[str, Any]:
+    """Arguments of the state that has `part`."""
+    slots = 0 if part.on_host else SLOTS
+    return {"format": part.format, "slots": slots, "threads": cpus_of_rank(), "fork": fork}
 
 
 def _registrar(pin: Any) -> tuple[Any, Any]:

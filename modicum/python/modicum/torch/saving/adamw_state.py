@@ -10,13 +10,10 @@ from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.states import StoredStates, require_storable, stored_of
+from modicum.torch.optim.states import require_storable, stored_of
 from modicum.torch.saving.tensor_state import FILE, kind_of, numbers_of
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.shards.placements import Shardings
-
-HeldShards = list[tuple[_modicum.AdamW, int, str]]
-"""For each shard: the state that holds it, its index in that state, the name of the parameter."""
 
 
 class AdamWState:
@@ -32,7 +29,7 @@ class AdamWState:
 
     @property
     def _parts(self) -> list[Part]:
-        return bound_of(self._optimizer).parts
+        return [*bound_of(self._optimizer).slots]
 
     def _name_of(self, part: Part) -> str:
         name = self._names.get(id(part.parameter))
@@ -42,24 +39,23 @@ class AdamWState:
         return name
 
     @property
-    def parameters(self) -> StoredStates:
+    def parameters(self) -> list[_modicum.StoredState]:
         """The argument of `_modicum.StateFiles`: all parameters, the same on every rank."""
         return stored_of(self._parts, self._name_of)
 
-    def held(self, *, to_save: bool) -> HeldShards:
+    def held(self, *, to_save: bool) -> list[_modicum.HeldShard]:
         """This rank's shards. `to_save`: only those of which this rank is the first replica."""
         shardings = Shardings()
-        states = bound_of(self._optimizer).states
         return [
-            (states[part.state], part.shard, self._name_of(part))
-            for part in self._parts
+            _modicum.HeldShard(slot.state, slot.shard, self._name_of(part))
+            for part, slot in bound_of(self._optimizer).slots.items()
             if not to_save or _is_first(part, shardings)
         ]
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The moments that the optimizer's `state` shows, by name."""
-        for part in self._parts:
-            for key, (tensor, _) in part.entry.items():
+        for part, slot in bound_of(self._optimizer).slots.items():
+            for key, (tensor, _) in slot.entry.items():
                 if key != "step" and tensor is not None:
                     yield f"{self._name_of(part)}.{key}", tensor
 

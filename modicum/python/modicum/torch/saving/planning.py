@@ -124,7 +124,7 @@ def plan_of(
         texts.append((groups.FILE, groups.text_of(optimizer, names)))
     if isinstance(optimizer, AdamW):
         adamw_state = AdamWState(optimizer, names)
-        ask.form.require_exact((name, dtype) for name, dtype, *_ in adamw_state.parameters)
+        ask.form.require_exact((stored.fqn, stored.dtype) for stored in adamw_state.parameters)
         state = AdamWWriting(adamw_state, background=ask.form.background)
     elif optimizer is not None:
         state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts)

@@ -400,7 +400,7 @@ def _load_adamw(
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
     """Raises `UsageError` if a parameter was frozen at the save and has state now, or the other way
     round."""
-    trained = {name for name, *_ in state.parameters}
+    trained = {stored.fqn for stored in state.parameters}
     for name in _modicum.state_facts(saved.facts)["without_state"]:
         if name in trained:
             what = "the parameter was frozen when the checkpoint was saved, and has state in this "

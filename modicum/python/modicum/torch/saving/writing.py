@@ -11,7 +11,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.adamw_state import AdamWState, HeldShards
+from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.examining import set_damaged_aside
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
@@ -25,7 +25,7 @@ class MemoryReads(NamedTuple):
     """The host memory that a part of a save reads, as arguments of `_modicum.Snapshot`."""
 
     tensors: list[tuple[_modicum.SavePlan, dict[int, torch.Tensor]]]
-    states: list[tuple[_modicum.StateFiles, HeldShards]]
+    states: list[tuple[_modicum.StateFiles, list[_modicum.HeldShard]]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class WriteContext:
     gather: _modicum.Gather | None = None
     """For a save in the foreground in which a node's ranks write together the rows that are divided
     among them."""
+
+    @property
+    def partial(self) -> _modicum.PartialCheckpoint:
+        return _modicum.PartialCheckpoint(str(self.directory), self.point)
 
 
 class StateWriting(Protocol):
@@ -115,7 +119,9 @@ class AdamWWriting:
 
     @property
     def shared_facts(self) -> str:
-        return f"{self._state.parameters} {self.facts}"
+        states = self._state.parameters
+        facts = [(s.fqn, s.dtype, s.shape, s.format, s.is_own_master) for s in states]
+        return f"{facts} {self.facts}"
 
     @property
     def published(self) -> dict[str, Any]:
@@ -142,7 +148,7 @@ class AdamWWriting:
             where.ranks.world_size,
             where.board,
             where.ledger,
-            (str(where.directory), where.point),
+            where.partial,
             self._shards,
             where.snapshot,
             where.gather,
@@ -205,7 +211,7 @@ def write_tensors(writing: Writing, where: WriteContext) -> Outcome:
         where.ranks.rank,
         where.board,
         where.ledger,
-        (str(where.directory), where.point),
+        where.partial,
         given=host_bytes,
         fetch=fetch,
         threads=where.threads,
