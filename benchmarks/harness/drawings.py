@@ -41,7 +41,8 @@ def load_picture(data: Data, scheme: Scheme) -> str:
     picture.text(24, 38, picture.title, size=24, weight=600)
     picture.text(24, 66, load["words"], color=scheme.muted, size=16)
     Chart(picture, load).draw()
-    words = f"{plan['model']} on {plan['ranks']} ranks of a node, predicted by `modicum plan`"
+    words = f"Host memory of a node for {plan['model']} on {plan['ranks']} ranks"
+    words += ", predicted by `modicum plan`"
     picture.text(24, FLOOR + 84, words, size=20, weight=600)
     bars = [
         Bar("with Modicum" if name == OURS else STRATEGIES[name], "", peak)
