@@ -87,7 +87,7 @@ def record_load(program: Path, place: Path) -> Data:
     model = place / "model"
     parameters = answer(program, "synth", model, *SYNTH)["data_bytes"] // 2  # of bf16
     words = [str(model), "--steps", "0"]
-    before = watched(program, words)
+    before = line_of(watched(program, words))
     killed = watched(program, words, "--limit", BUDGET)["killed"]
     after = watched(program, [*words, "--modicum", "--budget", BUDGET], "--limit", BUDGET)
     if killed is None or after["killed"] is not None:
@@ -96,13 +96,13 @@ def record_load(program: Path, place: Path) -> Data:
         "command": f"modicum watch --json -- torchrun --standalone --nproc-per-node {RANKS} "
                    f"{SCRIPT} DIR --steps 0 [--modicum --budget {BUDGET}]",
         "checkpoint": f"modicum synth DIR {' '.join(SYNTH)}",
-        "words": f"measured: {RANKS} ranks, Qwen3-0.6B cut to 6 of 28 layers, fp32 parameters, "
-                 "FSDP2 through accelerate",
+        "words": f"measured: {RANKS} ranks (Python and torch: {gib(before['bytes'][0])}), "
+                 "Qwen3-0.6B cut to 6 of 28 layers, fp32, FSDP2 by accelerate",
         "ranks": RANKS,
         "model_bytes": 4 * parameters,
         "budget_bytes": after["timeline"]["budget_bytes"],
         "predicted_bytes": predicted(after),
-        "as_it_is": line_of(before),
+        "as_it_is": before,
         "with_modicum": line_of(after),
         "killed": {key: killed[key] for key in ("name", "rank", "signal", "phase", "limit_bytes")},
     }  # fmt: skip

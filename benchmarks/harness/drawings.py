@@ -41,8 +41,7 @@ def load_picture(data: Data, scheme: Scheme) -> str:
     picture.text(24, 38, picture.title, size=24, weight=600)
     picture.text(24, 66, load["words"], color=scheme.muted, size=16)
     Chart(picture, load).draw()
-    words = f"Host memory of a node for {plan['model']} on {plan['ranks']} ranks"
-    words += ", predicted by `modicum plan`"
+    words = f"The same for {plan['model']} on {plan['ranks']} ranks, predicted by `modicum plan`"
     picture.text(24, FLOOR + 84, words, size=20, weight=600)
     bars = [
         Bar("with Modicum" if name == OURS else STRATEGIES[name], "", peak)
@@ -88,7 +87,7 @@ class Chart:
         self.picture, self.load, self.scheme = picture, load, picture.scheme
         self.before, self.after = load["as_it_is"], load["with_modicum"]
         self.seconds = max(self.before["t_s"][-1], self.after["t_s"][-1])
-        self.top = 1.12 * max(self.before["bytes"])
+        self.top = 1.15 * max(self.before["bytes"])
         self.budget = self.place(0, load["budget_bytes"])[1]
 
     def place(self, at_s: float, count: float) -> Point:
@@ -105,9 +104,14 @@ class Chart:
         for part in killed:
             self.picture.area(part, self.scheme.red, 0.25)
         self.draw_levels()
-        self.picture.line(before, self.scheme.red, width=3)
+        end = killed[0][0] if killed else before[-1]  # where a process is killed
+        self.picture.line([*(p for p in before if p[0] < end[0]), end], self.scheme.red, width=3)
+        if killed:
+            rest = [end, *(p for p in before if p[0] > end[0])]
+            self.picture.line(rest, self.scheme.red, width=2, dash="5 4")
+            self.label_kill(*end)
         self.picture.line(after, self.scheme.blue, width=3)
-        self.label(before, after, [point for part in killed for point in part])
+        self.label(before, after)
 
     def draw_axes(self) -> None:
         step = 2 if self.top > 5 * GIB else 1
@@ -136,20 +140,24 @@ class Chart:
             self.picture.line([(x, y), (right, y)], color, dash=dash)
             self.picture.text(right + 10, y + 5, words, color=color, size=16, weight=600)
 
-    def label(self, before: list[Point], after: list[Point], killed: list[Point]) -> None:
+    def label_kill(self, x: float, y: float) -> None:
+        picture, red = self.picture, self.scheme.red
+        for slope in (-8, 8):
+            picture.line([(x - 8, y - slope), (x + 8, y + slope)], red, width=4)
+        picture.text(x - 8, y - 18, "killed here", color=red, size=24, weight=700, anchor="end")
+        picture.text(WIDTH - RIGHT - 12, y - 14, "(dashed: without the limit)", color=red, size=16,
+                     anchor="end")  # fmt: skip
+
+    def label(self, before: list[Point], after: list[Point]) -> None:
         picture, scheme = self.picture, self.scheme
         x, y = min(before, key=lambda point: point[1])
         picture.dot(x, y, scheme.red)
         words = f"as it is: {gib(max(self.before['bytes']))}; every rank builds the whole model"
-        picture.text(min(x + 12, WIDTH - RIGHT), y - 14, words, color=scheme.red, size=18,
+        picture.text(min(x + 12, WIDTH - RIGHT), y - 24, words, color=scheme.red, size=18,
                      weight=600, anchor="end")  # fmt: skip
-        if killed:
-            middle = (min(x for x, _ in killed) + max(x for x, _ in killed)) / 2
-            picture.text(middle, self.budget - 16, "killed here", color=scheme.red, size=28,
-                         weight=700, anchor="middle")  # fmt: skip
         x, y = after[-1]
         picture.dot(x, y, scheme.blue)
-        words = f"with one line of Modicum: {gib(max(self.after['bytes']))}"
+        words = f"with one line of Modicum: {gib(max(self.after['bytes']))}, loaded"
         picture.text(x + 12, y + 24, words, color=scheme.blue, size=18, weight=600)
 
 
