@@ -18,6 +18,7 @@ COMMANDS = "package/test_guide_commands.py::test_the_commands_of_a_page_run"
 TORCHRUN = "package/test_guide_commands.py::test_the_commands_of_torchrun_run"
 PLANS = "package/test_reference_page.py::test_a_plan_on_a_page_equals_the_programs_output"
 HUB = "cli/test_plan_hub.py::test_the_command_of_a_page_plans"
+CONFIG = "cli/test_plan_config.py::test_config_json_is_enough_for_a_plan_only"
 BLOCKS = "torch/fronts/test_guide_blocks.py::test_"
 WAYS = "torch/fronts/test_which_way.py::test_"
 CONTEXT = WAYS + "one_context_is_around_a_script"
@@ -129,13 +130,13 @@ RUN_BY = {
     ],
     "docs/guide/plan.md": [
         ("uvx modicum plan", HUB),
+        ("modicum plan config.json", CONFIG),
         ("$ modicum plan q06", PLANS),
         ("$ modicum plan q30", PLANS),
         ("memory.held()", BLOCKS + "plans_blocks"),
         ("adamw:fp32-split", PLANS),
         ("--from", PLANS),
         ("modicum rehearse", COMMANDS),
-        ("modicum.plan", BLOCKS + "plans_blocks"),
     ],
     "docs/guide/save.md": [
         ("extra_per_rank", SAVES + "save_and_resume"),
