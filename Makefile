@@ -4,8 +4,8 @@
 .DEFAULT_GOAL := help
 # Sources, pages and the tests' files are UTF-8 in any locale.
 export PYTHONUTF8 := 1
-.PHONY: help demo build test check tidy tidy-all bench soak conformance format wheel wheels \
-  mutants generated-mutants clean
+.PHONY: help demo build test check tidy tidy-all bench soak conformance conformance-wheels format \
+  wheel wheels mutants generated-mutants clean
 
 STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
@@ -20,6 +20,7 @@ help:
 	@echo 'make soak     hours: what make test leaves out; PART=NAME runs one part'
 	@echo '              (scripts/soak.py --list names them)'
 	@echo 'make conformance  tests newest packages and engines; writes benchmarks/CONFORMANCE.md'
+	@echo 'make conformance-wheels  the same with the wheels of a release, from Python 3.10 to 3.13'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make wheels   the wheels and the sdist of a release, in dist/wheels/'
@@ -107,6 +108,12 @@ conformance:
 	@scripts/venv.sh test wheel
 	@scripts/wheel.sh build/python install
 	@scripts/stage.sh 'conformance' python3 scripts/conformance.py
+
+conformance-wheels:
+	@scripts/packages.sh python wheels
+	@scripts/venv.sh test
+	@scripts/wheels.sh "$$(uname -m)"
+	@scripts/stage.sh 'conformance of wheels' python3 scripts/conformance.py --wheels
 
 mutants:
 	@scripts/packages.sh build python

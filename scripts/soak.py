@@ -57,6 +57,7 @@ PARTS = {
         "torch/save: zero_directories",
     ),
     "conformance": Part(targets=("conformance",)),
+    "conformance-wheels": Part(targets=("conformance-wheels",)),
     "fuzzers": Part(targets=("test-fuzz",)),
     "sanitizers": Part(
         targets=("test-asan-all", "test-tsan-all"),

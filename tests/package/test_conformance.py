@@ -1,6 +1,7 @@
-"""How scripts/conformance.py judges and reports the tests of the engines in integrations/.
+"""How scripts/conformance.py judges and reports tests, and which it names.
 
-Catches: a skipped test of an engine counts as right.
+Catches: a skipped test of an engine counts as right; a run of one environment loses what the page
+says of another.
 """
 
 import sys
@@ -21,9 +22,26 @@ def test_each_test_of_the_engines_must_be_right() -> None:
     assert all((ROOT / test).is_file() for test in conformance.ENGINES)
 
 
-def test_the_page_names_versions_and_failed_tests_of_the_engines() -> None:
-    text = conformance.page({}, TESTED)
-    assert all(f"{name} {of}" in text for name, of in releases().items())
-    assert ": 1 right, 1 skipped, 1 failed." in text
-    assert "Engines, not right: `a::two`, `a::three`." in text
+def test_a_section_names_versions_and_failed_tests() -> None:
+    text = conformance.section("engines", releases(), {"engines": TESTED})
+    assert all(f"| {name} | {of} |" in text for name, of in releases().items())
+    assert "| 1 right, 1 skipped, 1 failed |" in text
+    assert "engines, failed: `three`." in text
     assert set(releases()) == {"areal", "torchtitan", "twinkle_kit", "verl"}
+
+
+def test_sections_that_are_not_run_again_stay() -> None:
+    old = conformance.PAGE.read_text()
+    new = conformance.section("engines", {"areal": "0"}, {"engines": TESTED})
+    sections = conformance.sections_of(old)
+    text = conformance.page(sections | {"engines": new})
+    assert conformance.page(sections) == old
+    assert conformance.sections_of(text) == sections | {"engines": new}
+
+
+def test_each_environment_runs_tests_that_exist() -> None:
+    for environment in conformance.ENVIRONMENTS:
+        for what in environment.tests:
+            files = [word for word in conformance.TESTS[what] if word.endswith(".py")]
+            assert files and all((ROOT / file).is_file() for file in files)
+            assert what in conformance.LABELS
