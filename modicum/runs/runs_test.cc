@@ -230,6 +230,23 @@ TEST_F(Alternatives, RoundedWeightsAreALoss) {
             "bf16");
 }
 
+// Must fail if targets of the two runs are compared by their place: codes take the scales with
+// them.
+TEST_F(Alternatives, CodesThatAreDequantisedLeaveNoScales) {
+  files.make_directory("/model");
+  const std::vector<TensorSpec> tensors = {
+      {.fqn = "a", .dtype = DType::f8_e4m3, .shape = {128, 128}},
+      {.fqn = "a_scale_inv", .dtype = DType::f32, .shape = {1, 1}},
+      {.fqn = "w", .dtype = DType::f32, .shape = {4096, 1024}}};
+  SafetensorsWriter(files, "/model/model.safetensors", tensors).finish();
+  const auto all = found(flags_of("", "none"), flags_of("bf16", "none"));
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all[0].flags, "--dtype bfloat16");
+  EXPECT_EQ(all[0].note,
+            "lossy: the loaded weights have 16 bits, with no 32-bit master; float32, float8_e4m3fn "
+            "is rounded to bf16");
+}
+
 // Must fail if the host still holds the parameters, or no master of its own.
 TEST_F(Alternatives, OfADeviceAreAboutTheHost) {
   store(DType::bf16);

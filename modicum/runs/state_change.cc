@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <set>
 
 #include "modicum/runs/runs.h"
@@ -33,12 +34,17 @@ std::string state_text(DType dtype, const StateFormatRow& row) {
                      row.master_bits(), moments_text(row.moment));
 }
 
-// The dtypes of stored elements that `other` rounds to bfloat16 and `run` does not.
+// The dtypes of stored elements that `other` rounds to bfloat16 and `run` does not. Scales that
+// `other` multiplies into their codes are targets of `run` only.
 std::set<std::string_view> rounded_dtypes(const Run& run, const Run& other) {
+  std::map<std::string_view, DType> dtypes;
+  for (const Target& target : run.recipe.targets) {
+    dtypes.emplace(target.spec.fqn, target.spec.dtype);
+  }
   std::set<std::string_view> names;
-  for (uint32_t t = 0; t < run.recipe.targets.size(); ++t) {
-    const Target& target = other.recipe.targets[t];
-    if (target.spec.dtype == run.recipe.targets[t].spec.dtype) continue;
+  for (const Target& target : other.recipe.targets) {
+    const auto same = dtypes.find(target.spec.fqn);
+    if (same == dtypes.end() || same->second == target.spec.dtype) continue;
     for (const uint32_t stored : stored_under(other.recipe, target.root)) {
       const DType dtype = other.checkpoint.manifest.tensors[stored].spec.dtype;
       if (dtype != DType::bf16) names.insert(torch_name(dtype));
