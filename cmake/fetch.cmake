@@ -73,8 +73,11 @@ list(REMOVE_ITEM parts ${tables})
 modicum_compile(re2 . ${parts} ${tables} util/rune.cc util/strutil.cc)
 
 # Its assembler code comes from m4, so its own Makefile compiles it. Of that only SHA-256 is linked.
+# With the archive's times: by those of extraction, some generated files could be older than their
+# sources, and make would generate them again.
 modicum_fetch(nettle n/nettle/nettle_3.8.1.orig.tar.gz
-              364f3e2b77cd7dcde83fd7c45219c834e54b0c75e428b6f894a23d12dd41cbfe)
+              364f3e2b77cd7dcde83fd7c45219c834e54b0c75e428b6f894a23d12dd41cbfe
+              DOWNLOAD_EXTRACT_TIMESTAMP ON)
 find_program(M4 m4)
 find_program(MAKE NAMES gmake make REQUIRED)
 set(nettle_build ${PROJECT_BINARY_DIR}/nettle)
