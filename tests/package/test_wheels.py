@@ -15,13 +15,18 @@ import venv
 from pathlib import Path
 
 import pytest
-from program import run_json
+from program import run, run_json
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3 * 3600)]
 
 LARGEST_BYTES = 6_000_000
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 STATE_FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+# Instruction sets that the program has for each architecture. SVE is not among them: Highway 1.0.3
+# leaves it out with Clang.
+INSTRUCTION_SETS = {"x86_64": {"avx3", "avx2", "scalar"}, "aarch64": {"neon"}}
+# Read counters of the kernel, which are those of the emulator.
+OF_COUNTERS = ("AdamW.StepsAllocateNothingNextToForkedChildren",)
 PROBE = Path(__file__).parents[1] / "support/wheel_alone.py"
 
 
@@ -98,14 +103,54 @@ def test_each_python_loads_what_the_program_wrote(
     assert theirs["checkpoint"] == expected["checkpoint"]
 
 
-@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+@pytest.fixture(params=sorted(INSTRUCTION_SETS))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def program(wheels: Path, architecture: str, tmp_path: Path) -> Path:
+    """The program of the wheel for CPython 3.12, or one that emulates it."""
+    found = unpacked(wheel_of(wheels, "3.12", architecture), tmp_path / "wheel")
+    return emulated(found) if architecture == "aarch64" else found
+
+
 def test_each_architecture_has_the_bits_of_debians_build(
-    wheels: Path, modicum: Path, model: Path, tmp_path: Path, architecture: str
+    program: Path, modicum: Path, model: Path, tmp_path: Path
 ) -> None:
-    program = unpacked(wheel_of(wheels, "3.12", architecture), tmp_path / "wheel")
-    if architecture == "aarch64":
-        program = emulated(program)
     assert saved(program, model, tmp_path / "wheels") == saved(modicum, model, tmp_path / "ours")
+
+
+def test_each_architecture_has_the_digests_and_instruction_sets_that_are_named(
+    program: Path, modicum: Path, architecture: str
+) -> None:
+    for state in STATE_FORMATS:
+        words = ("step", "--params", 100_001, "--state-format", state, "--no-compare")
+        theirs, ours = (run_json(one, *words) for one in (program, modicum))
+        for digest in ("state_digest", "master_digest"):
+            assert theirs[digest] == ours[digest], state
+        assert theirs["isa"] in INSTRUCTION_SETS[architecture]
+        assert {theirs["isa"], *theirs["isas_not_run"]} <= INSTRUCTION_SETS[architecture]
+
+
+def test_each_architecture_has_the_exit_codes_of_debians_build(
+    program: Path, modicum: Path, model: Path, tmp_path: Path
+) -> None:
+    cut = shutil.copytree(model, tmp_path / "cut")
+    (file,) = cut.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1)
+    refused = (
+        ("plan", model, "--rank", 2),
+        ("plan", model, "--ranks", 2, "--budget", "1MiB"),
+        ("load", model, "--ranks", 2, "--budget", "1MiB"),
+        ("plan", tmp_path / "nothing"),
+        ("inspect", cut),
+        ("verify", cut),
+        ("step", "--params", 1000, "--isa", "none"),
+    )
+    codes = [[run(one, *words, "--json").code for words in refused] for one in (program, modicum)]
+    assert codes[0] == codes[1]
+    assert 0 not in codes[0] and len(set(codes[0])) > 3
 
 
 def emulated(program: Path) -> Path:
@@ -119,7 +164,6 @@ def emulated(program: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
 def test_the_kernels_pass_their_tests_in_the_wheels_build(
     root: Path, wheels: Path, architecture: str
 ) -> None:
@@ -129,8 +173,10 @@ def test_the_kernels_pass_their_tests_in_the_wheels_build(
     checked("cmake", "-B", build, "-DMODICUM_TESTS=ON", "-DMODICUM_PYTHON=OFF", later)
     checked("cmake", "--build", build, "-j", str(os.cpu_count()), "--target", *tests)
     for test in tests:
-        program = build / test
-        checked(emulated(program) if architecture == "aarch64" else program)
+        if architecture == "aarch64":
+            checked(emulated(build / test), f"--gtest_filter=-{':'.join(OF_COUNTERS)}")
+        else:
+            checked(build / test)
 
 
 @pytest.fixture(scope="module")
