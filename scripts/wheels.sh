@@ -41,7 +41,8 @@ make_compilers() { # ARCHITECTURE
   done
 }
 
-# All Pythons share a build folder, since only the module depends on them.
+# All Pythons share a build folder, since only the module depends on them. scikit-build-core finds no
+# ABI for a platform named manylinux, so the wheel is for linux until its tag is changed.
 build() { # ARCHITECTURE PYTHON
   local folder=$PWD/build/wheels/$1 define settings=()
   for define in "CMAKE_C_COMPILER=$folder/bin/cc" "CMAKE_CXX_COMPILER=$folder/bin/c++" \
@@ -50,11 +51,13 @@ build() { # ARCHITECTURE PYTHON
     CMAKE_SYSTEM_NAME=Linux "CMAKE_SYSTEM_PROCESSOR=$1" MODICUM_PRECOMPILE=ON; do
     settings+=("cmake.define.$define")
   done
-  _PYTHON_HOST_PLATFORM="manylinux_${glibc/./_}_$1" \
+  _PYTHON_HOST_PLATFORM="linux-$1" \
     SETUPTOOLS_EXT_SUFFIX=".cpython-${2/./}-$1-linux-gnu.so" PYTHONPATH=$site \
     "$(python_of "$2")" -c 'import sys, scikit_build_core.build as backend
 settings = dict(one.split("=", 1) for one in sys.argv[2:])
-backend.build_wheel(sys.argv[1], settings)' "$out" "build-dir=$folder/build" "${settings[@]}" 2>&1
+backend.build_wheel(sys.argv[1], settings)' "$out" "build-dir=$folder/build" "${settings[@]}" 2>&1 &&
+    "$bin/wheel" tags --remove --platform-tag "manylinux_${glibc/./_}_$1" \
+      "$out"/modicum-*-linux_"$1".whl
 }
 
 # The tag is true: no newer symbol of glibc, no library that another Linux may lack.
