@@ -69,6 +69,7 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(program: Path, model: Path, root: Path) -> dict[str, str]:
     """The SHA-256 of each file with tensors of a step, for each state format, after three steps of
     AdamW. Parameters are bfloat16, so that all formats differ."""
+    root.mkdir()
     found = {}
     for state in STATE_FORMATS:
         words = ("save", model, root / state, "--dtype", "bfloat16", "--ranks", 2, "--step", 1)
@@ -155,11 +156,13 @@ def test_each_architecture_has_the_exit_codes_of_debians_build(
 
 def emulated(program: Path) -> Path:
     """A program that runs this one of aarch64."""
-    emulator = shutil.which("qemu-aarch64")
-    if not emulator or not Path("/usr/aarch64-linux-gnu/lib").exists():
+    emulator, libraries = shutil.which("qemu-aarch64"), Path("/usr/aarch64-linux-gnu/lib")
+    if not emulator or not libraries.exists():
         pytest.skip("needs the packages qemu-user and libc6-arm64-cross")
-    script = program.with_name("emulated")
-    script.write_text(f'#!/bin/sh\nexec {emulator} -L /usr/aarch64-linux-gnu {program} "$@"\n')
+    # Not by qemu's option -L: with it the folder / that a program opens is another one.
+    loader = f"{libraries}/ld-linux-aarch64.so.1 --library-path {libraries}"
+    script = program.with_name(f"emulated-{program.name}")
+    script.write_text(f'#!/bin/sh\nexec {emulator} {loader} {program} "$@"\n')
     script.chmod(0o755)
     return script
 
