@@ -41,8 +41,8 @@ make_compilers() { # ARCHITECTURE
   done
 }
 
-# All Pythons share a build folder, since only the module depends on them. scikit-build-core finds no
-# ABI for a platform named manylinux, so the wheel is for linux until its tag is changed.
+# All Pythons share a build folder, since only the module depends on them. scikit-build-core finds
+# no ABI for a platform named manylinux, so the wheel is for linux until its tag is changed.
 build() { # ARCHITECTURE PYTHON
   local folder=$PWD/build/wheels/$1 define settings=()
   for define in "CMAKE_C_COMPILER=$folder/bin/cc" "CMAKE_CXX_COMPILER=$folder/bin/c++" \
@@ -55,7 +55,8 @@ build() { # ARCHITECTURE PYTHON
     SETUPTOOLS_EXT_SUFFIX=".cpython-${2/./}-$1-linux-gnu.so" PYTHONPATH=$site \
     "$(python_of "$2")" -c 'import sys, scikit_build_core.build as backend
 settings = dict(one.split("=", 1) for one in sys.argv[2:])
-backend.build_wheel(sys.argv[1], settings)' "$out" "build-dir=$folder/build" "${settings[@]}" 2>&1 &&
+backend.build_wheel(sys.argv[1], settings)' \
+    "$out" "build-dir=$folder/build" "${settings[@]}" 2>&1 &&
     "$bin/wheel" tags --remove --platform-tag "manylinux_${glibc/./_}_$1" \
       "$out"/modicum-*-linux_"$1".whl
 }
