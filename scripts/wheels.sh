@@ -44,11 +44,13 @@ make_compilers() { # ARCHITECTURE
 # All Pythons share a build folder, since only the module depends on them. scikit-build-core finds
 # no ABI for a platform named manylinux, so the wheel is for linux until its tag is changed.
 build() { # ARCHITECTURE PYTHON
-  local folder=$PWD/build/wheels/$1 define settings=()
+  local folder=$PWD/build/wheels/$1 define settings=() zig
+  zig=$("$bin/python" -c 'import ziglang; print(ziglang.__path__[0])')
   for define in "CMAKE_C_COMPILER=$folder/bin/cc" "CMAKE_CXX_COMPILER=$folder/bin/c++" \
     "CMAKE_AR=$folder/bin/ar" "CMAKE_RANLIB=$folder/bin/ranlib" CMAKE_EXE_LINKER_FLAGS=-s \
     "CMAKE_CXX_FLAGS=-g0 -fno-sanitize=all -ffile-prefix-map=$PWD=." \
-    CMAKE_SYSTEM_NAME=Linux "CMAKE_SYSTEM_PROCESSOR=$1" MODICUM_PRECOMPILE=ON; do
+    CMAKE_SYSTEM_NAME=Linux "CMAKE_SYSTEM_PROCESSOR=$1" MODICUM_PRECOMPILE=ON \
+    "MODICUM_LIBCXX=$zig/lib/libcxx"; do
     settings+=("cmake.define.$define")
   done
   _PYTHON_HOST_PLATFORM="linux-$1" \

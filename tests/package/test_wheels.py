@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from program import run, run_json
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3 * 3600)]
 
 LARGEST_BYTES = 6_000_000
+LIBRARIES = {"cli11", "fmt", "hwy", "libcxx", "nanobind", "nettle", "re2", "simdjson", "xxhash"}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 STATE_FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
 # Instruction sets that the program has for each architecture. SVE is not among them: Highway 1.0.3
@@ -86,6 +88,14 @@ def test_there_is_a_small_wheel_for_each_python_and_architecture(wheels: Path) -
     assert sorted(names) == sorted(f"{tag}-{one}.whl" for tag in tags for one in platforms)
     assert max(wheel.stat().st_size for wheel in wheels.glob("*.whl")) <= LARGEST_BYTES
     assert len(list(wheels.glob("modicum-*.tar.gz"))) == 1
+
+
+def test_a_wheel_has_the_licences_of_what_it_contains(wheels: Path) -> None:
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            texts = [name for name in archive.namelist() if name.startswith("modicum/licenses/")]
+        libraries = {Path(name).name.partition("-")[0] for name in texts}
+        assert libraries == LIBRARIES and "modicum/licenses/nettle-COPYING.LESSERv3" in texts
 
 
 @pytest.mark.parametrize("version", PYTHONS)
