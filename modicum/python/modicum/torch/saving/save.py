@@ -56,7 +56,8 @@ def save(
             other model give a `source` in `options`.
         run: the directory of all checkpoints, on a file system that all ranks share; created if
             its parent exists.
-        step: the number of the training step, 0 or more: N of `run/step-N`.
+        step: the number of training steps that are done, 0 or more: N of `run/step-N`. With it
+            `range(resume(...).step, steps)` goes on where the run ended.
         optimizer: `modicum.torch.AdamW`, or one whose state has numbers and tensors of the
             parameters' shapes; also in accelerate's wrapper. Includes options. None: no state.
         extra: a dict of values that come back with their types (docs/guide/save.md), such as a
