@@ -112,13 +112,15 @@ std::string next_step(size_t owner, int pid) {
     return "keep these pages out of forked children, or fork none (docs/guide/workers.md)";
   }
   if (owner < owner_of(MemoryKind{})) return "";
-  switch (static_cast<MemoryKind>(owner - owner_of(MemoryKind{}))) {
+  const auto kind = static_cast<MemoryKind>(owner - owner_of(MemoryKind{}));
+  switch (kind) {
     case MemoryKind::malloc_heap:
     case MemoryKind::malloc_arenas:
-      return "blocks below 32 MiB, tensors among them, in use or freed and retained by malloc: in "
-             "the "
-             "program, `print(modicum.memory.attribute({\"NAME\": tensors}))` names tensors; if it "
-             "names none that grow, start the command with MALLOC_ARENA_MAX=2";
+      return fmt::format(
+          "blocks below 32 MiB, tensors among them, in use or freed and retained by malloc: in the "
+          "program, `print(modicum.memory.attribute({{\"NAME\": tensors}}))` names tensors; if it "
+          "names none that grow, start the command with {}",
+          kind == MemoryKind::malloc_heap ? "MALLOC_MMAP_THRESHOLD_=65536" : "MALLOC_ARENA_MAX=2");
     case MemoryKind::stacks:
       return fmt::format("threads: `ls /proc/{}/task | wc -l` counts them", pid);
     case MemoryKind::file_copies:

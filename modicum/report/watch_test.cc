@@ -198,6 +198,9 @@ TEST(WatchReport, AfterAKillWithoutSteadyGrowthNextIsOfTheOwnerThatGrewLast) {
         owner >= owner_of(MemoryKind{}) || owner == at(WatchOwner::copies_since_fork);
     EXPECT_EQ(next_step(owner, 7).empty(), !is_advised) << watch_owner_name(owner);
   }
+  // A limit of the heaps of threads does nothing for the main heap.
+  EXPECT_TRUE(next_step(owner_of(MemoryKind::malloc_heap), 7).ends_with("_THRESHOLD_=65536"));
+  EXPECT_TRUE(next_step(owner_of(MemoryKind::malloc_arenas), 7).ends_with("_ARENA_MAX=2"));
 }
 
 TEST(WatchReport, HasHugePagesAndLongWaits) {

@@ -359,8 +359,9 @@ def preempted_loop(
 ) -> dict[str, Any]:
     """A loop of five steps in `save_on_sigterm`. In step 3 this rank gets `signals` SIGTERMs.
     `how`: `every` of the context; `at`: another step than 3; `repeats`: how many follow at once;
-    `is_killed`: whether SIGKILL follows; `saved`: whether the loop saves step 2; `in_flight`:
-    whether a save in the background begins in step 2; `grace` of all saves; `in_save`: for each
+    `is_killed`: whether SIGKILL follows; `saved`: whether the loop saves step 2; `periodic`:
+    whether it saves step 3 by itself, "save" or "async_save"; `in_flight`: whether a save in the
+    background begins in step 2; `grace` of all saves; `in_save`: for each
     rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the exit
     code, the step after which the loop ended, and whether SIGTERM has its default handler again."""
     model, optimizer = made(directory, cut, "fp32", "float32")
@@ -389,6 +390,8 @@ def preempted_loop(
                         os.kill(os.getpid(), signal.SIGKILL)
                     for _ in range(how.get("repeats", 0)):
                         signal.raise_signal(signal.SIGTERM)
+                if how.get("periodic") and number == 3:
+                    getattr(modicum.torch, how["periodic"])(model, root, step=3, **kind)
                 preemption.after_step()
     except SystemExit as ended:
         code = ended.code

@@ -16,7 +16,7 @@ class Error(Exception):
     code: int = 70
     """The exit code of the command line for this category."""
     file: str | None = None
-    """Base name of the file; of a text of a saved checkpoint, its name in the checkpoint."""
+    """Base name of the file; of a saved checkpoint or a run, the path in it."""
     tensor: str | None = None
     """Name of the stored tensor or of the parameter."""
     offset: int | None = None

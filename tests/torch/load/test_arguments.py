@@ -417,6 +417,7 @@ def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) 
         ({"strategy": "rank0-broadcast"}, modicum.UsageError, "can't exchange bytes"),
         ({"budget": "1KiB"}, modicum.BudgetError, "node 0"),
         ({"budget": None, "ledger": modicum.Ledger("1KiB")}, modicum.BudgetError, "node 0"),
+        ({"budget": "none", "ledger": modicum.Ledger("1KiB")}, modicum.BudgetError, "1.00 KiB"),
         ({"staging": 1}, modicum.Error, "staging"),
         ({"dtype": torch.int8}, modicum.UsageError, "int8"),
     ],

@@ -256,10 +256,13 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
         ((1, 0), {"in_save": (0, 1)}, 3, ["latest", "step-3"]),
         ((1, 1), {"in_flight": True}, 3, ["latest", "step-2", "step-3"]),
         ((1, 0), {"in_flight": True, "grace": 60.0}, 3, ["latest", "step-2", "step-3"]),
+        ((1, 0), {"periodic": "save"}, 3, ["latest", "step-3"]),
+        ((1, 1), {"periodic": "async_save"}, 3, ["latest", "step-3"]),
     ],
     ids=(
         "both", "one", "every second step", "repeated at once", "the other one during the save",
-        "a save in flight", "a save in flight with a grace",
+        "a save in flight", "a save in flight with a grace", "the loop saves the step",
+        "the loop saves the step in the background",
     ),
 )  # fmt: skip
 def test_a_loop_saves_and_ends_on_all_ranks(

@@ -2,6 +2,7 @@
 checkpoint."""
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +77,9 @@ def contents_of(
         entry_numbers = numbers.setdefault(fqn, {})
         if not entry.tensor.shape:
             entry_numbers[key] = [entry.tensor.dtype, _number(entry), []]
+    if optimizer is None:
+        what = "modicum: the state does not name the class of its optimizer, so resume will refuse "
+        warnings.warn(what + 'it: import it with optimizer="AdamW", or another class', stacklevel=3)
     facts = json.dumps({"optimizer": class_text(optimizer), "numbers": numbers})
     written = streams_of(_described(tensors), _reader(tensors)) if tensors else None
     texts = [(GROUPS_FILE, text_of(optimizer or "", groups))] if groups else []

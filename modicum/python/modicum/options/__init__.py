@@ -51,7 +51,9 @@ class MemoryPolicy(Options):
     """Host memory that a rank streams through, bytes or text ("8MiB", the default; less if the
     budget of a load needs it)."""
     ledger: Ledger | None = None
-    """The account to which memory is charged; None: a new one, or that of `loading()`."""
+    """The account to which memory is charged; None: a new one, or that of `loading()`. Its limit is
+    the budget of a load or save that has none: of the node, processes included. With a budget it is
+    the limit of what this rank allocates. Both refuse before anything is allocated."""
     fork: Literal["excluded", "shared", "inherited"] | None = None
     """How forked children see the memory: "excluded" (the default; not mapped), "shared", or
     "inherited" (copies, which the budget includes); docs/guide/workers.md."""

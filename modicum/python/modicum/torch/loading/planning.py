@@ -190,6 +190,8 @@ def plan_of(
         after=_after(options, needs, ranks),
         save=files,
     )
+    if options.budget is not None:  # which does not lift the limit of the caller's ledger
+        options.ledger.require_room({"shards": plan.ledger_limit_bytes(ranks.rank)}, "the load")
     buffers = plan.buffers(ranks.rank)
     return PlannedLoad(
         goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node, warning

@@ -88,7 +88,7 @@ class AdamW(torch.optim.Optimizer):
             gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. In the int8 formats vectors, and
             tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
         semantics: deepspeed, or torch: torch.optim.AdamW's roundings, with square roots rounded to
-            nearest. Those roots of torch's wheels are not: 0.4 % of elements differ by an ulp.
+            nearest. The roots of torch's vector code are not: up to a fifth of them by an ulp.
         decoupled_weight_decay: False: the decay is added to the gradient (Adam); also in groups.
         bias_correction: whether to correct the bias of the moments.
         seed: the seed of the random bits; the same on every rank.

@@ -171,6 +171,8 @@ def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> Plan
         held_bytes["snapshot"] = snapshot.bytes
     own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
     promised = _promised(ask, goal, held_bytes, ranks)
+    if ask.budget is not None:  # which does not lift the limit of the caller's ledger
+        ask.ledger.require_room(held_bytes, "the save")
     require_equal([writing, *(state.writings if state else ())], ranks)
     return PlannedSave(
         ask, writing, state, texts, rank_extra, promised, snapshot, own_bytes, gather_bytes

@@ -5,12 +5,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from modicum.errors import refusal
+from modicum.errors import IoError, refusal
 from modicum.torch.optim import in_flight
 from modicum.torch.saving import running
 from modicum.torch.saving.report import SaveReport
@@ -31,19 +32,21 @@ class SigtermRequest(SigtermHandler):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise refusal("USAGE", "every", expected="an integer from 1", got=repr(every))
         self._every, self._steps = every, 0
-        self._saved_before: SaveReport | None = None
+        self._saved_before: SaveReport | None = running.newest()
         self.on_arrival = self._end_process_at_the_second
 
     def is_agreed(self) -> bool:
         """Counts a step; returns whether any rank has got SIGTERM. Collective at every `every`-th
         call; others return False."""
         self._steps += 1
-        self._saved_before = running.newest()
-        return self._steps % self._every == 0 and _on_any_rank(bool(self.arrived))
+        is_agreed = self._steps % self._every == 0 and _on_any_rank(bool(self.arrived))
+        if not is_agreed:
+            self._saved_before = running.newest()
+        return is_agreed
 
     def exit(self, otherwise: str) -> NoReturn:
         """Ends the process once all ranks have saved. Rank 0 prints what they have saved since the
-        agreement: a checkpoint of Modicum, or `otherwise`."""
+        step before: a checkpoint of Modicum, or `otherwise`."""
         report = running.newest()
         if report is not None and report is not self._saved_before:
             otherwise = f"saved {report.path}" + (f" at step {report.step}" if report.step else "")
@@ -81,7 +84,11 @@ class Preemption:
         call: if any rank has got SIGTERM by then, all ranks save and raise `SystemExit`, with the
         exit code 143 of a process that SIGTERM has ended."""
         if self._request.is_agreed():
-            self._save()
+            try:
+                self._save()
+            except IoError as error:
+                if not _has_saved(error):
+                    raise
             in_flight.wait()
             self._request.exit("the loop's function has saved")
 
@@ -128,6 +135,14 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
         raise
     finally:
         request.leave()
+
+
+def _has_saved(error: IoError) -> bool:
+    """Whether a save was refused because this process has saved the same step before, as by a save
+    of every tenth step."""
+    saved = running.newest()
+    name = None if saved is None else Path(saved.path).name
+    return error.category == "CONFLICT" and error.file == name
 
 
 def _on_any_rank(is_requested: bool) -> bool:
