@@ -47,6 +47,8 @@ def sharded_model(directory: str, dtype: torch.dtype, mesh: DeviceMesh) -> torch
     config = AutoConfig.from_pretrained(directory)
     with modicum.torch.empty_parameters():  # modicum
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # torch matches a pattern level by level and shards nothing where it fits none; fnmatch's `*`
+    # also spans dots, so give patterns with all levels.
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name, style in STYLES.items() if fnmatch.filter(names, name)}
     parallelize_module(model, mesh["tp"], plan)
