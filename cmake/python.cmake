@@ -30,7 +30,8 @@ if(MODICUM_FETCH)
        CONTENT "{ global: PyInit__modicum; local: *; };")
   target_link_options(_modicum PRIVATE
                       LINKER:--version-script=${PROJECT_BINARY_DIR}/exports.map)
-  # The licences of the libraries that are linked statically. MODICUM_LIBCXX: the folder of libc++, if it is.
+  # The licences of the libraries that are linked statically. MODICUM_LIBCXX: the folder of libc++,
+  # if it is one of them.
   file(GLOB nanobind_SOURCES ${nanobind_ROOT}/../../nanobind-*.dist-info/licenses)
   set(libcxx_SOURCES ${MODICUM_LIBCXX})
   foreach(library cli11 fmt hwy libcxx nanobind nettle re2 simdjson xxhash)
