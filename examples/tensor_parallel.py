@@ -41,6 +41,7 @@ STYLES = {
     "model.layers.*.mlp.down_proj": RowwiseParallel(),
     "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
+OPTIONAL = {"model.layers.*.self_attn.[qk]_norm", "lm_head"}  # not in all of these families
 
 
 def sharded_model(directory: str, dtype: torch.dtype, mesh: DeviceMesh) -> torch.nn.Module:
@@ -51,6 +52,8 @@ def sharded_model(directory: str, dtype: torch.dtype, mesh: DeviceMesh) -> torch
     # also spans dots, so give patterns with all levels.
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name, style in STYLES.items() if fnmatch.filter(names, name)}
+    if unmatched := STYLES.keys() - plan.keys() - OPTIONAL:
+        sys.exit(f"no module of {type(model).__name__} has the name {', '.join(sorted(unmatched))}")
     parallelize_module(model, mesh["tp"], plan)
     model.tie_weights()  # embedding and head, if the model ties them: they were sharded separately
     for block in model.model.layers:
