@@ -8,6 +8,7 @@ Catches: a command of a page that no longer works, or that ends with another exi
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def place(modicum: Path, tmp_path: Path) -> Path:
     directory = tmp_path / "DIR"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe")
     run_json(modicum, "synth", tmp_path / "deepseek-fp8", "--arch", "tiny-fp8")
+    shutil.copy(directory / "config.json", tmp_path)
     (tmp_path / "ds_config.json").write_text(json.dumps(OFFLOAD))
     names = [tensor["name"] for tensor in run_json(modicum, "inspect", directory)["tensors"]]
     targets = {name: {"op": "stored", "name": name} for name in names}
