@@ -155,35 +155,47 @@ def make_states(
 ) -> list[tuple[_modicum.AdamW, list[Part]]]:
     """The states, each with its parts in the order of its shards. Charges all of the memory or
     none. `what`: what a `BudgetError` calls the memory."""
-    ledger.require_room(footprint(parts, options, fork=fork), what)  # all must fit, or none
+    plans = _state_plans(parts, fork)
+    ledger.require_room(_footprint(plans, options), what)  # all must fit, or none
     pins, unpins = _registrar(pin)
-    states = []
-    for state_parts in _by_state(parts):
-        shards, arguments = [*map(_shard_of, state_parts)], _arguments(state_parts[0], fork)
-        state = _modicum.AdamW(
-            shards, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **arguments
+    return [
+        (
+            _modicum.AdamW(
+                shards, options, ledger=ledger, seed=seed, pin=pins, unpin=unpins, **arguments
+            ),
+            state_parts,
         )
-        states.append((state, state_parts))
-    return states
+        for state_parts, shards, arguments in plans
+    ]
 
 
 def footprint(
     parts: Sequence[Part], options: Sequence[_modicum.AdamOptions], *, fork: str
 ) -> Counter[str]:
     """The bytes that `make_states` would charge, by purpose."""
-    needed: Counter[str] = Counter()
-    for state_parts in _by_state(parts):
-        shards, arguments = [*map(_shard_of, state_parts)], _arguments(state_parts[0], fork)
-        needed.update(_modicum.adamw_footprint(shards, options, **arguments))
-    return needed
+    return _footprint(_state_plans(parts, fork), options)
 
 
-def _by_state(parts: Sequence[Part]) -> list[list[Part]]:
+_StatePlans = list[tuple[list[Part], list[_modicum.AdamWShard], dict[str, Any]]]
+"""Of each state the parts, their shards, and the other arguments with which it is made."""
+
+
+def _state_plans(parts: Sequence[Part], fork: str) -> _StatePlans:
     by_state: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
         where = () if part.on_host else (part.local.dtype, part.local.device)
         by_state.setdefault((part.format, *where), []).append(part)
-    return [*by_state.values()]
+    return [
+        (state_parts, [*map(_shard_of, state_parts)], _arguments(state_parts[0], fork))
+        for state_parts in by_state.values()
+    ]
+
+
+def _footprint(plans: _StatePlans, options: Sequence[_modicum.AdamOptions]) -> Counter[str]:
+    needed: Counter[str] = Counter()
+    for _, shards, arguments in plans:
+        needed.update(_modicum.adamw_footprint(shards, options, **arguments))
+    return needed
 
 
 def _shard_of(part: Part) -> _modicum.AdamWShard:
