@@ -290,12 +290,12 @@ def planned(folder: Path) -> dict[str, float]:
     loaded = _modicum.make_plan(
         recipe, layout, ranks_per_node=8, destinations=["given"] * len(recipe.targets)
     )
-    save = _modicum.make_save_plan(loaded)
+    save = _modicum.SaveParts(_modicum.TensorsToSave(_modicum.make_save_plan(loaded)))
     return {
         "seconds": time.monotonic() - begin,
         "bytes": checkpoint.bytes,
         "tensors": len(checkpoint.stored),
-        "held": sum(save.held.values()),
+        "held": sum(save.held().values()),
     }
 
 

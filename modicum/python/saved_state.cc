@@ -31,31 +31,6 @@ std::shared_ptr<MadeState> state_files(const std::vector<PythonStoredState>& par
   return std::make_shared<MadeState>(MadeState{parameters, StateFiles(states_of(parameters))});
 }
 
-nb::dict save_state(const MadeState& python_state, int rank, int ranks, CallerBoard& board,
-                    const std::shared_ptr<Ledger>& ledger, const PartialCheckpoint& partial,
-                    const std::vector<PythonHeldShard>& written_shards,
-                    const std::shared_ptr<Snapshot>& snapshot, Gather* gather) {
-  const PythonShards shards(written_shards, numels_of(python_state.parameters));
-  PosixFileSystem files;
-  if (!snapshot) board.set_thread();
-  return outcome_of(without_the_lock([&] {
-    const ReportedPhase phase(ledger->reporter(), "save");
-    const Footprint needed = python_state.files.footprint();
-    const Charge header = ledger->adopt(Purpose::header, needed[Purpose::header]);
-    const Charge plan = ledger->adopt(Purpose::plan, needed[Purpose::plan]);
-    const SaveFiles to{files, partial.directory};
-    ChunkSums sums(python_state.files.manifest(), partial.point);
-    const RankContext at{rank, &board, nullptr, ledger.get(), gather};
-    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-      python_state.files.for_each_span(shards, fn);
-    };
-    const SaveOutcome saved =
-        save_spans({python_state.files.manifest(), at, ranks, snapshot.get()}, spans, to, sums);
-    hand_over_sums(sums, rank, to);
-    return saved;
-  }));
-}
-
 nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
                     const std::vector<PythonStoredState>& parameters, int rank, CallerBoard& board,
                     const std::shared_ptr<Ledger>& ledger,
@@ -127,15 +102,7 @@ Args:
 
 Args:
     parameters: those that have state.)")
-      .def(nb::new_(&state_files), "parameters"_a)
-      .def_prop_ro(
-          "held", [](const MadeState& self) { return by_purpose(self.files.footprint()); },
-          "The bytes that a save of the state holds on each rank, by purpose.");
-  module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
-             "partial"_a, "held"_a, "snapshot"_a.none() = nb::none(),
-             "gather"_a.none() = nb::none(),
-             "Writes one rank's part of the state. `held`: the shards that this rank saves. "
-             "`snapshot`: see Snapshot; `gather`: see Gather.");
+      .def(nb::new_(&state_files), "parameters"_a);
   module.def("load_state", load_state, "checkpoint"_a, "facts"_a, "parameters"_a, "rank"_a,
              "board"_a, "ledger"_a, "held"_a, "has_masters"_a = true,
              "Reads one rank's shards of a state that was saved in any format, and sets their step "

@@ -70,15 +70,6 @@ std::vector<std::string> left_out_names(const MadeSave& save) {
 
 using Purposes = std::map<std::string, uint64_t>;
 
-nb::dict footprint_of_save(const std::vector<std::pair<Purposes, uint64_t>>& parts,
-                           uint64_t own_bytes) {
-  std::vector<SaveNeeds> needs;
-  for (const auto& [by_purpose_held, gather_bytes] : parts) {
-    needs.push_back({from_purposes(by_purpose_held), gather_bytes});
-  }
-  return by_purpose(save_footprint(needs, own_bytes));
-}
-
 // (promised bytes, limit of the ledger) of each rank. Throws BUDGET if the ranks of a node need
 // more than `budget`.
 std::vector<std::pair<uint64_t, uint64_t>> save_promise(const Purposes& by_purpose_held,
@@ -99,28 +90,6 @@ std::vector<std::pair<uint64_t, uint64_t>> save_promise(const Purposes& by_purpo
     of_ranks.emplace_back(promise.rank_peak_bytes(rank), promise.ledger_limit_bytes(rank));
   }
   return of_ranks;
-}
-
-nb::dict save_tensors(const MadeSave& python_save, int rank, CallerBoard& board,
-                      const std::shared_ptr<Ledger>& ledger, const PartialCheckpoint& partial,
-                      const nb::dict& arrays, const nb::object& fetch, int threads,
-                      const std::shared_ptr<Snapshot>& snapshot, Gather* gather) {
-  const Plan& plan = python_save.plan.plan();
-  checked_rank(rank, plan.ranks());
-  CallerTensors tensors(plan, rank, arrays, fetch);
-  PosixFileSystem files;
-  if (!snapshot) board.set_thread();
-  return outcome_of(without_the_lock([&] {
-    const ReportedPhase phase(ledger->reporter(), "save");
-    const SaveFiles to{files, partial.directory};
-    ChunkSums sums(python_save.plan.manifest(), partial.point);
-    const RankContext at{rank, &board, nullptr, ledger.get(), gather};
-    const SaveOutcome saved = save(
-        {python_save.loaded->checkpoint(), python_save.plan, at, tensors, threads, snapshot.get()},
-        to, sums);
-    hand_over_sums(sums, rank, to);
-    return saved;
-  }));
 }
 
 // The CheckpointSave of the rank that leads the save. `discard` destroys it.
@@ -154,40 +123,22 @@ struct CheckpointInSave {
 
 using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
-nb::dict publish(CheckpointInSave& saving, const MadeSave& python_save, const MadeState* state,
-                 const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
+nb::dict publish(CheckpointInSave& saving, const PythonSaveParts& parts, const WrittenFiles& more,
                  double lock_limit_s) {
   std::optional<CheckpointSave::SavedState> saved_state;
-  if (state != nullptr)
-    saved_state.emplace(CheckpointSave::SavedState{state->files.manifest(), facts});
-  if (other_state != nullptr) {
-    saved_state.emplace(CheckpointSave::SavedState{other_state->plan.manifest(), facts});
+  if (const Manifest* const state = parts.state_manifest()) {
+    saved_state.emplace(CheckpointSave::SavedState{*state, parts.facts});
   }
   PublishOptions options;
   options.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
   for (const auto& [name, text] : more) options.more.push_back({name, text});
+  const MadeSave& model = *parts.model.save;
   const SavedCheckpoint saved = without_the_lock([&] {
-    return saving.open().publish(python_save.loaded->checkpoint(), python_save.plan, saved_state,
-                                 options);
+    return saving.open().publish(model.loaded->checkpoint(), model.plan, saved_state, options);
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "durable"_a = saved.is_durable,
                  "warnings"_a = nb::cast(saved.warnings));
-}
-
-// Throws UNSUPPORTED if a reader would refuse manifest.json or a text as too long.
-void require_recordable(const MadeSave& python_save,
-                        const std::vector<std::pair<std::string, std::string>>& texts,
-                        std::vector<std::string> others, const MadeState* state,
-                        const MadeSave* other_state, const std::string& facts) {
-  require_readable(facts.size(), kStateFile);
-  for (const auto& [name, text] : texts) {
-    require_readable(text.size(), name);
-    others.push_back(name);
-  }
-  const Manifest* of_state = state != nullptr ? &state->files.manifest() : nullptr;
-  if (other_state != nullptr) of_state = &other_state->plan.manifest();
-  modicum::require_recordable(python_save.plan, of_state, others);
 }
 
 void define_gather(nb::module_& module) {
@@ -200,7 +151,7 @@ written together.
 
 Args:
     ranks: number of ranks of the node.
-    part_bytes: bytes of each rank's part, `SavePlan.gather_bytes`.
+    part_bytes: bytes of each rank's part, `SaveParts.gather_bytes`.
 
 Raises:
     IoError: the kernel refuses.)")
@@ -229,14 +180,6 @@ Args:
 void define_save_plan(nb::module_& module) {
   nb::class_<MadeSave>(module, "SavePlan",
                        "The inverse of a load's plan: which bytes each rank writes where.")
-      .def_prop_ro(
-          "held", [](const MadeSave& self) { return by_purpose(self.footprint()); },
-          "The bytes that a save holds on each rank, by purpose, without the tensors and the "
-          "SharedGather.")
-      .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
-                   "Bytes of each rank's part of a SharedGather; 0: the save has none.")
-      .def("fetching_bytes", &MadeSave::fetching_bytes, "threads"_a,
-           "Bytes of the stacks and heaps of the threads that call `fetch`.")
       .def_prop_ro("copied", copied_names,
                    "Names of the stored tensors that are copied from the source.")
       .def_prop_ro("copied_bytes", copied_bytes, "Bytes of all copied tensors.")
@@ -272,27 +215,11 @@ Args:
 
 Raises:
     UsageError: two saved tensors would have the same name, or there is no tensor to save.)");
-  module.def(
-      "save_footprint", footprint_of_save, "parts"_a, "own_bytes"_a = 0,
-      "The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the "
-      "model and of the state; `own_bytes`: of the rank's file of a program's own values.");
   module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "
              "save holds on each rank; `baselines`: bytes of each rank's process before it. Raises "
              "BudgetError if the ranks of a node need more than `budget`.");
-  nb::class_<PartialCheckpoint>(module, "PartialCheckpoint",
-                                "Where the ranks write: `directory` and `point` of rank 0's "
-                                "CheckpointSave, the directory with its links resolved.")
-      .def(nb::init<std::string, uint64_t>(), "directory"_a, "point"_a)
-      .def_ro("directory", &PartialCheckpoint::directory);
-  module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "partial"_a,
-             nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
-             "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
-             "Writes one rank's part of the tensors. `given`: host memory by target. "
-             "`fetch(target, at, view)` fills `view` with the "
-             "elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see "
-             "Gather.");
 }
 
 void define_saved_checkpoints(nb::module_& module) {
@@ -326,25 +253,16 @@ Raises:
           "point", [](CheckpointInSave& saving) { return saving.open().point(); },
           "The random number with which the ranks prove that each element was written once; "
           "see PartialCheckpoint.")
-      .def(
-          "publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
-          "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
-          "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
-          "Makes the checkpoint durable and visible, then removes old ones. All ranks must have "
-          "written. `state`: the files of AdamW's state; `other_state`: those of another "
-          "optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text "
-          "None if a rank has written the file; `lock_limit_s`: how long it waits for another save "
-          "that publishes in the same root.")
+      .def("publish", publish, "parts"_a, nb::kw_only(), "more"_a = WrittenFiles(),
+           "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
+           "Makes the checkpoint durable and visible, then removes old ones. All ranks must have "
+           "written. `parts`: this rank's; `more`: (name, text) of further files, text None if a "
+           "rank has written the file; `lock_limit_s`: how long it waits for another save that "
+           "publishes in the same root.")
       .def(
           "discard",
           [](CheckpointInSave& saving) { without_the_lock([&] { saving.save.reset(); }); },
           "Removes the files, unless the checkpoint was published.");
-  module.def(
-      "require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a, nb::kw_only(),
-      "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(), "facts"_a = "",
-      "Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read "
-      "again. `texts`: (name, text) of further files; `others`: names of the files that "
-      "ranks write; for the rest see CheckpointSave.publish.");
 }
 
 }  // namespace
@@ -354,6 +272,7 @@ void define_save(nb::module_& module) {
   define_save_plan(module);
   define_saved_state(module);
   define_snapshot(module);
+  define_save_parts(module);
   define_saved_checkpoints(module);
   define_run_checkpoints(module);
 }

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "modicum/python/adamw_state.h"
@@ -20,9 +21,6 @@
 #include "modicum/training/training.h"
 
 namespace modicum::python {
-
-// The heap that glibc's malloc maps for a thread, as long as it does not grow.
-constexpr uint64_t kThreadHeapBytes = 132 * kKiB;
 
 // A SavePlan and the plan of the load that it inverts.
 struct MadeSave {
@@ -34,17 +32,12 @@ struct MadeSave {
 
   // Bytes of each rank's part of a SharedGather; 0: the save has none.
   uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
-  // The memory of a save on each rank: both plans and the staging, without the SharedGather.
-  Footprint footprint() const {
-    Footprint result = plan.needs().footprint;
-    result[Purpose::header] += loaded->plan.manifest->held_bytes();
-    result[Purpose::plan] += loaded->plan.held_bytes();
-    return result;
-  }
-  // Stacks and heaps of the threads that call `fetch`, if the save may use `threads`.
-  uint64_t fetching_bytes(int threads) const noexcept {
-    const int workers = std::min(std::max(1, threads), plan.plan().staging.workers);
-    return static_cast<uint64_t>(workers) * (kThreadBytes + kThreadHeapBytes);
+  // What a save holds on each rank: both plans and the staging, and a part of the SharedGather.
+  SaveNeeds needs() const {
+    SaveNeeds needed = plan.needs();
+    needed.footprint[Purpose::header] += loaded->plan.manifest->held_bytes();
+    needed.footprint[Purpose::plan] += loaded->plan.held_bytes();
+    return needed;
   }
 };
 
@@ -102,17 +95,6 @@ class CallerTensors final : public Sink {
   std::vector<std::span<std::byte>> caller_memory_;
 };
 
-// Where the ranks write a checkpoint.
-struct PartialCheckpoint {
-  std::string directory;
-  uint64_t point = 0;  // see ChunkSums
-};
-
-inline nb::dict outcome_of(const SaveOutcome& saved) {
-  return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes,
-                 "gathered_bytes"_a = saved.gathered_bytes);
-}
-
 // A parameter that has state, as Python passes it.
 struct PythonStoredState {
   std::string fqn;
@@ -162,7 +144,32 @@ struct MadeState {
   const StateFiles files;
 };
 
+// The memory of a plan's tensors on one rank, as Python passes it; see CallerTensors.
+struct PythonTensors {
+  std::shared_ptr<MadeSave> save;
+  nb::dict arrays;
+  nb::object fetch;
+
+  // Stacks and heaps of the threads that call `fetch`.
+  uint64_t fetching_bytes(int threads) const noexcept;
+};
+// The shards of AdamW that a rank saves.
+struct PythonStateShards {
+  std::shared_ptr<MadeState> state;
+  std::vector<PythonHeldShard> shards;
+};
+// SaveParts in Python.
+struct PythonSaveParts {
+  PythonTensors model;
+  std::variant<std::monostate, PythonStateShards, PythonTensors> state;
+  std::string facts;  // the text of state.json
+
+  // The manifest of the state's tensors; null: there are none.
+  const Manifest* state_manifest() const noexcept;
+};
+
 void define_saved_state(nb::module_& module);
+void define_save_parts(nb::module_& module);
 void define_snapshot(nb::module_& module);
 void define_run_checkpoints(nb::module_& module);
 

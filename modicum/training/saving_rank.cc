@@ -8,23 +8,6 @@
 namespace modicum {
 namespace {
 
-SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankContext& at,
-                       const RankOptimizer& optimizer) {
-  const StateFiles& state = *task.state;
-  ChunkSums sums(state.manifest(), place.point);
-  const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-    const auto shards = [&](FunctionRef<void(const HeldShard&)> visit) {
-      for_each_held(optimizer, true, visit);
-    };
-    state.for_each_span(shards, fn);
-  };
-  const SaveFiles to{*task.load.run.files, place.state_directory};
-  const SaveOutcome saved =
-      save_spans({state.manifest(), at, task.load.plan.ranks()}, spans, to, sums);
-  hand_over_sums(sums, at.rank, to);
-  return saved;
-}
-
 // The names of the tensors that the run does not train.
 std::vector<std::string> without_state(const Run& run) {
   std::set<std::string> trained;
@@ -65,29 +48,16 @@ void require_recordable(const SaveTask& task) {
 
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       RankLoad& loaded, const RankOptimizer* optimizer) {
-  const ReportedPhase phase(at.ledger->reporter(), "save");
   if (at.gather != nullptr) at.gather->commit(*at.ledger);
-  // The manifest and the sums of the state's files, until the end of the save.
-  const Footprint state = task.state != nullptr ? task.state->footprint() : Footprint{};
-  const Charge header = at.ledger->adopt(Purpose::header, state[Purpose::header]);
-  const Charge plan = at.ledger->adopt(Purpose::plan, state[Purpose::plan]);
-  const SaveFiles to{*task.load.run.files, place.directory};
-  ChunkSums sums(task.plan.manifest(), place.point);
-  SaveOutcome outcome = save({.source = task.load.run.checkpoint,
-                              .plan = task.plan,
-                              .at = at,
-                              .from = loaded.shards(),
-                              .threads = task.load.threads,
-                              .compared = &loaded.compared()},
-                             to, sums);
-  loaded.compared().compare();
-  hand_over_sums(sums, at.rank, to);
-  if (task.state == nullptr) return outcome;
-  MODICUM_ASSERT(optimizer != nullptr);
-  const SaveOutcome of_state = save_state(task, place, at, *optimizer);
-  outcome.written_bytes += of_state.written_bytes;
-  outcome.gathered_bytes += of_state.gathered_bytes;
-  return outcome;
+  SaveParts parts{
+      {task.load.run.checkpoint, task.plan, loaded.shards(), task.load.threads, &loaded.compared()},
+      {}};
+  MODICUM_ASSERT(task.state == nullptr || optimizer != nullptr);
+  const auto shards = [optimizer](FunctionRef<void(const HeldShard&)> visit) {
+    for_each_held(*optimizer, true, visit);
+  };
+  if (task.state != nullptr) parts.state.emplace<StateToSave>(*task.state, shards);
+  return save_parts(parts, *task.load.run.files, place.to, at);
 }
 
 SavedCheckpoint publish(CheckpointSave& save, const SaveTask& task, const TrainedSteps& trained,

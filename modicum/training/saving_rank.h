@@ -4,10 +4,10 @@
 
 #include <cstdint>
 #include <functional>
-#include <string>
 
 #include "modicum/training/optimizer.h"
 #include "modicum/training/rank_load.h"
+#include "modicum/training/save_parts.h"
 #include "modicum/training/save_ranks.h"
 
 namespace modicum {
@@ -15,13 +15,9 @@ namespace modicum {
 // The directory that the ranks of a save write into. Construct it before the fork.
 struct SavePlace {
   SavePlace(const CheckpointSave& save, const SavePlan& plan)
-      : point(save.point()),
-        directory(save.directory()),
-        state_directory(save.state_directory()),
-        gathers(plan.plan()) {}
+      : to{save.directory(), save.point()}, gathers(plan.plan()) {}
 
-  const uint64_t point;  // for ChunkSums
-  const std::string directory, state_directory;
+  const PartialCheckpoint to;
   Gathers gathers;  // the launcher keeps their pages as long as it runs
 };
 

@@ -15,6 +15,7 @@
 #include "modicum/training/optimizer.h"        // IWYU pragma: export
 #include "modicum/training/rank_load.h"        // IWYU pragma: export
 #include "modicum/training/rank_processes.h"   // IWYU pragma: export
+#include "modicum/training/save_parts.h"       // IWYU pragma: export
 #include "modicum/training/save_ranks.h"       // IWYU pragma: export
 #include "modicum/training/state_files.h"      // IWYU pragma: export
 #include "modicum/training/state_load.h"       // IWYU pragma: export

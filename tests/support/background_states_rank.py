@@ -20,6 +20,7 @@ from saving_rank import steps
 from sharding import Cut
 
 import modicum.torch
+from modicum import _modicum
 from modicum.errors import failure
 from modicum.torch.saving import running
 from modicum.torch.saving.states import READS
@@ -32,15 +33,15 @@ def paused(error: Exception | None = None) -> Iterator[threading.Event]:
     """Within the context, saves wait for the event before they write this rank's part. Then they
     raise `error`, if any."""
     go = threading.Event()
-    write = running.write_tensors
+    write = _modicum.SaveParts.write
 
-    def write_later(*arguments: Any) -> Any:
+    def write_later(*arguments: Any, **more: Any) -> Any:
         go.wait()
         if error is not None:
             raise error
-        return write(*arguments)
+        return write(*arguments, **more)
 
-    with patch.object(running, "write_tensors", write_later):
+    with patch.object(_modicum.SaveParts, "write", write_later):
         try:
             yield go
         finally:

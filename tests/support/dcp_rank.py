@@ -170,13 +170,13 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
     model, stepping = trained(directory, cut)
     state = state_of(model, stepping)
     writer = ModicumWriter(root, step=2, model=model)
-    save_tensors, save = _modicum.save_tensors, dcp.save
+    write, save = _modicum.SaveParts.write, dcp.save
     if how == "disk" and dist.get_rank() == 1:
 
         def full(*arguments: Any, **more: Any) -> Any:
             raise OSError("no disk here")
 
-        _modicum.save_tensors = full
+        _modicum.SaveParts.write = full
     if how == "async":
         save = dcp.async_save
     if how == "thread":
@@ -196,7 +196,7 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         return f"{type(error).__name__}: {error}"
     finally:
-        _modicum.save_tensors = save_tensors
+        _modicum.SaveParts.write = write
     return ""
 
 

@@ -160,13 +160,13 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
     modicum.torch.load(model, directory, optimizer=stepping, progress=False)
     modicum.torch.save(model, root, step=1, optimizer=stepping)
     kind: dict[str, Any] = {"step": 2, "optimizer": stepping}
-    write = _modicum.save_state
+    write = _modicum.SaveParts.write
     if how == "disk" and dist.get_rank() == 1:
 
-        def full(*arguments: Any) -> Any:
+        def full(*arguments: Any, **more: Any) -> Any:
             raise OSError("no disk here")
 
-        _modicum.save_state = full
+        _modicum.SaveParts.write = full
     if how == "step":
         kind["step"] += dist.get_rank()
     if how == "budget":
@@ -179,7 +179,7 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
         facts: Mapping[str, Any] = vars(error)
         return {"error": type(error).__name__, "message": str(error), "facts": dict(facts)}
     finally:
-        _modicum.save_state = write
+        _modicum.SaveParts.write = write
     return {"error": ""}
 
 

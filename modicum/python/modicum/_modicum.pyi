@@ -648,7 +648,7 @@ class SharedGather:
 
     Args:
         ranks: number of ranks of the node.
-        part_bytes: bytes of each rank's part, `SavePlan.gather_bytes`.
+        part_bytes: bytes of each rank's part, `SaveParts.gather_bytes`.
 
     Raises:
         IoError: the kernel refuses.
@@ -679,19 +679,6 @@ class Gather:
 
 class SavePlan:
     """The inverse of a load's plan: which bytes each rank writes where."""
-
-    @property
-    def held(self) -> dict:
-        """
-        The bytes that a save holds on each rank, by purpose, without the tensors and the SharedGather.
-        """
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of each rank's part of a SharedGather; 0: the save has none."""
-
-    def fetching_bytes(self, threads: int) -> int:
-        """Bytes of the stacks and heaps of the threads that call `fetch`."""
 
     @property
     def copied(self) -> list[str]:
@@ -731,29 +718,9 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         UsageError: two saved tensors would have the same name, or there is no tensor to save.
     """
 
-def save_footprint(parts: Sequence[tuple[Mapping[str, int], int]], own_bytes: int = 0) -> dict:
-    """
-    The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the model and of the state; `own_bytes`: of the rank's file of a program's own values.
-    """
-
 def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
     """
     (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if the ranks of a node need more than `budget`.
-    """
-
-class PartialCheckpoint:
-    """
-    Where the ranks write: `directory` and `point` of rank 0's CheckpointSave, the directory with its links resolved.
-    """
-
-    def __init__(self, directory: str, point: int) -> None: ...
-
-    @property
-    def directory(self) -> str: ...
-
-def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, partial: PartialCheckpoint, *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
-    """
-    Writes one rank's part of the tensors. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
 class StoredState:
@@ -798,15 +765,6 @@ class StateFiles:
 
     def __init__(self, parameters: Sequence[StoredState]) -> None: ...
 
-    @property
-    def held(self) -> dict:
-        """The bytes that a save of the state holds on each rank, by purpose."""
-
-def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, partial: PartialCheckpoint, held: Sequence[HeldShard], snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
-    """
-    Writes one rank's part of the state. `held`: the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
-    """
-
 def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[StoredState], rank: int, board: Board, ledger: Ledger, held: Sequence[HeldShard], has_masters: bool = True) -> dict:
     """
     Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json; `has_masters`: false for the state of torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
@@ -820,25 +778,10 @@ def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], w
 def state_facts(text: str) -> dict:
     """state_format, seed, steps, steps_of and without_state of a state.json."""
 
-SNAPSHOT_STAGING_BYTES: int = 1048576
-
 class Snapshot:
     """
-    The values that one rank's save in the background reads.
-
-    With a snapshot, save_tensors and save_state may run on any thread, take the GIL only for tensors on
-    a device, and do not wait for other ranks. All ranks must have called create_files, then waited in a
-    barrier.
-
-    Args:
-        window: the most bytes of copied blocks. A block is copied if a step overwrites it before the
-            save has read it.
-        rank: this rank.
-        tensors: (plan, given) of each save_tensors. The caller must keep `given` alive until `end`.
-        states: (files, held) of each save_state.
+    The values that one rank's save in the background reads; see SaveParts.snapshot.
     """
-
-    def __init__(self, window: int, rank: int, tensors: Sequence[tuple[SavePlan, dict]], states: Sequence[tuple[StateFiles, Sequence[HeldShard]]]) -> None: ...
 
     @property
     def bytes(self) -> int:
@@ -867,17 +810,86 @@ class Snapshot:
     def copied_bytes(self) -> int:
         """Bytes copied to the window."""
 
-@overload
-def create_files(plan: SavePlan, rank_of: tuple[int, int], board: Board, directory: str) -> int:
+class TensorsToSave:
     """
-    Creates one rank's share of the files of a save; returns the bytes written. `rank_of`: (rank, number of ranks).
+    The tensors of a SavePlan on one rank.
+
+    Args:
+        plan: the plan.
+        given: host memory by target, which the caller must keep alive until the save has ended.
+        fetch: `fetch(target, at, view)` fills `view` with the elements of any other target, from `at`
+            on; on any thread.
     """
 
-@overload
-def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, directory: str) -> int:
+    def __init__(self, plan: SavePlan, given: dict = {}, fetch: object | None = None) -> None: ...
+
+    @property
+    def plan(self) -> SavePlan: ...
+
+class StateToSave:
     """
-    Creates one rank's share of the files of AdamW's state; returns the bytes written.
+    The state of AdamW on one rank.
+
+    Args:
+        files: the files of all ranks.
+        held: the shards of which this rank holds the first replica.
     """
+
+    def __init__(self, files: StateFiles, held: Sequence[HeldShard]) -> None: ...
+
+class PartialCheckpoint:
+    """
+    Where the ranks write: `directory` and `point` of rank 0's CheckpointSave, the directory with its links resolved.
+    """
+
+    def __init__(self, directory: str, point: int) -> None: ...
+
+    @property
+    def directory(self) -> str: ...
+
+class SaveParts:
+    """
+    What one rank writes in a save.
+
+    Args:
+        model: the model's tensors.
+        state: those of the optimizer's state; None: it has none.
+        facts: the text of state.json.
+    """
+
+    def __init__(self, model: TensorsToSave, state: StateToSave | TensorsToSave | None = None, facts: str = '') -> None: ...
+
+    @property
+    def facts(self) -> str: ...
+
+    def held(self, threads: int = 1, background: bool = False, own_bytes: int = 0) -> dict:
+        """
+        The bytes by purpose that the save holds on this rank, without the tensors. `threads`: as for `write`; `background`: whether it reads through a Snapshot; `own_bytes`: of the rank's file of a program's own values.
+        """
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of each rank's part of a SharedGather; 0: the save has none."""
+
+    def require_recordable(self, texts: Sequence[tuple[str, str]], others: Sequence[str]) -> None:
+        """
+        Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write.
+        """
+
+    def create_files(self, rank_of: tuple[int, int], board: Board, partial: PartialCheckpoint) -> int:
+        """
+        Creates one rank's share of the files; returns the bytes written. `rank_of`: (rank, number of ranks).
+        """
+
+    def snapshot(self, window: int, rank: int) -> Snapshot:
+        """
+        The Snapshot for a save in the background. `window`: the most bytes of copied blocks. A block is copied if a step overwrites it before the save has read it.
+        """
+
+    def write(self, rank: int, board: Board, ledger: Ledger, partial: PartialCheckpoint, *, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
+        """
+        Writes the tensors, first the model's; returns a dict with written_bytes, read_bytes and gathered_bytes. With a `snapshot` it may run on any thread, takes the GIL only for tensors that are fetched, and does not wait for other ranks: all must have called `create_files`, then waited in a barrier. `gather`: see Gather.
+        """
 
 class CheckpointSave:
     """
@@ -911,18 +923,13 @@ class CheckpointSave:
         The random number with which the ranks prove that each element was written once; see PartialCheckpoint.
         """
 
-    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:
+    def publish(self, parts: SaveParts, *, more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:
         """
-        Makes the checkpoint durable and visible, then removes old ones. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
+        Makes the checkpoint durable and visible, then removes old ones. All ranks must have written. `parts`: this rank's; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
         """
 
     def discard(self) -> None:
         """Removes the files, unless the checkpoint was published."""
-
-def require_recordable(plan: SavePlan, texts: Sequence[tuple[str, str]], others: Sequence[str], *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '') -> None:
-    """
-    Raises UsageError (UNSUPPORTED) if a file of the checkpoint would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see CheckpointSave.publish.
-    """
 
 def newest_checkpoint(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
     """

@@ -22,6 +22,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 import modicum.torch  # noqa: E402
+from modicum import _modicum  # noqa: E402
 from modicum.errors import BudgetError  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 from modicum.torch.saving import planning, weights  # noqa: E402
@@ -148,9 +149,13 @@ def test_threads_that_copy_from_a_device_are_promised(
     steps.append(modicum.torch.save(model, tmp_path, step=2))
     assert 1 <= len(threads) <= cpus
     host, device = plans
-    assert (host.fetch_bytes, device.fetch_bytes) == (0, cpus * THREAD_BYTES)
-    more = sum(device.bytes_held.values()) - sum(device.plan.held.values())
-    assert more == cpus * THREAD_BYTES
+    for writing, copying in ((host, 0), (device, cpus)):
+        parts = [
+            _modicum.SaveParts(part)
+            for part in (writing.part, _modicum.TensorsToSave(writing.plan))
+        ]
+        held_bytes, without = (part.held(threads=cpus)["staging"] for part in parts)
+        assert held_bytes - without == copying * THREAD_BYTES
     first, second = (load_file(Path(step.path) / "model.safetensors") for step in steps)
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 

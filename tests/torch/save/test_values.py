@@ -303,7 +303,7 @@ def test_dcp_saves_an_optimizer_without_state_tensors(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_modicum_0_1_without_state_json_is_resumed(tmp_path: Path) -> None:
     """Trainer's checkpoints have groups.json alone for an optimizer without state tensors."""
-    with patch.object(planning, "state_of", lambda found, texts: None):
+    with patch.object(planning, "state_of", lambda *_: None):
         assert_goes_on(tmp_path, MAKERS["sgd"], 1)
     assert not (tmp_path / "root/step-1/optimizer/state.json").exists()
 

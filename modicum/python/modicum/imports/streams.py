@@ -5,7 +5,6 @@ import json
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,35 +30,11 @@ thread."""
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Tensors to write, and the function that reads their elements."""
-
-    plan: _modicum.SavePlan
-    fetch: Callable[[int, int, memoryview], None]
-    """As `Read`, but called with the index of the plan's target."""
-
-    @property
-    def held(self) -> Counter[str]:
-        """The bytes by purpose that the save holds, with the stacks and heaps of its threads."""
-        return Counter(self.plan.held) + Counter(staging=self.plan.fetching_bytes(_threads()))
-
-    def write(self, ledger: _modicum.Ledger, directory: Path, point: int) -> int:
-        """Writes the tensors; returns the bytes. `point`: `CheckpointSave.point`."""
-        board, threads = _modicum.Board(), _threads()
-        partial = _modicum.PartialCheckpoint(str(directory), point)
-        wrote = _modicum.save_tensors(
-            self.plan, 0, board, ledger, partial, fetch=self.fetch, threads=threads
-        )
-        written: int = wrote["written_bytes"]
-        return written
-
-
-@dataclass(frozen=True)
 class Contents:
     """What a checkpoint gets."""
 
-    model: Streams
-    state: Streams | None = None
+    model: _modicum.TensorsToSave
+    state: _modicum.TensorsToSave | None = None
     """The tensors of the optimizer's state."""
     facts: str = ""
     """The text of optimizer/state.json; empty: there is none."""
@@ -71,8 +46,8 @@ class Contents:
 def streams_of(
     tensors: DescribedTensors, read: Read, *,
     ties: Mapping[str, str] | None = None, source: Source = None, dtype: str | None = None,
-) -> Streams:  # fmt: skip
-    """The `Streams` of tensors with these names, dtypes and shapes.
+) -> _modicum.TensorsToSave:  # fmt: skip
+    """Tensors with these names, dtypes and shapes, which `read` reads while they are written.
 
     Args:
         ties: for each further name of a tensor its name in `tensors`. Further names get no bytes in
@@ -87,7 +62,11 @@ def streams_of(
     layout = _modicum.make_layout(recipe, shardings=[((1,), ())], sharding_of=[0] * len(names))
     loaded = _modicum.make_plan(recipe, layout, destinations=["copy"] * len(names))
     plan = _modicum.make_save_plan(loaded, dtype=dtype, copies_unused=False)
-    return Streams(plan, lambda target, first, view: read(names[target], first, view))
+
+    def fetch(target: int, first: int, view: memoryview) -> None:
+        read(names[target], first, view)
+
+    return _modicum.TensorsToSave(plan, fetch=fetch)
 
 
 def _recipe_text(
@@ -136,22 +115,18 @@ def write_step(
     texts = [*contents.texts]
     if contents.facts and contents.state is None:  # numbers alone
         texts.append((STATE_FILE, contents.facts))
-    state: dict[str, Any] = (
-        {}
-        if contents.state is None
-        else {"other_state": contents.state.plan, "facts": contents.facts}
-    )
-    _modicum.require_recordable(contents.model.plan, texts, [], **state)
-    promised, limit = _promised(contents, budget)
+    parts = _modicum.SaveParts(contents.model, contents.state, contents.facts)
+    parts.require_recordable(texts, [])
+    promised, limit = _promised(parts, budget)
     damaged = _set_damaged_aside(root, step)
     folders = ["optimizer"] if contents.facts or texts else []
     saving = _modicum.CheckpointSave(str(root), step, folders)
     try:
-        ledger, directory = _modicum.Ledger(limit), Path(saving.directory).resolve()
-        written = contents.model.write(ledger, directory, saving.point)
-        if contents.state is not None:
-            written += contents.state.write(ledger, directory / "optimizer", saving.point)
-        published = saving.publish(contents.model.plan, more=texts, **state)
+        directory = str(Path(saving.directory).resolve())
+        partial = _modicum.PartialCheckpoint(directory, saving.point)
+        ledger = _modicum.Ledger(limit)
+        written = parts.write(0, _modicum.Board(), ledger, partial, threads=_threads())
+        published = saving.publish(parts, more=texts)
     finally:
         saving.discard()
     messages = [*published["warnings"], *(old_step.pop("warning") for old_step in damaged)]
@@ -161,7 +136,7 @@ def write_step(
         step=step,
         path=published["path"],
         kind=kind,
-        written_bytes=written + published["written_bytes"],
+        written_bytes=written["written_bytes"] + published["written_bytes"],
         elapsed_s=time.monotonic() - began,
         durable=published["durable"],
         promised_bytes=promised,
@@ -172,12 +147,11 @@ def write_step(
     )
 
 
-def _promised(contents: Contents, budget: Size | None) -> tuple[int, int]:
+def _promised(parts: _modicum.SaveParts, budget: Size | None) -> tuple[int, int]:
     """(bytes of the process at its peak, limit of the ledger). The process is measured here: names
     and places of many tensors are Python objects of unknown size. The plans count twice: they are
     held already, and the save charges them."""
-    parts = [contents.model] if contents.state is None else [contents.model, contents.state]
-    held_bytes = _modicum.save_footprint([(part.held, part.plan.gather_bytes) for part in parts])
+    held_bytes = parts.held(_threads())
     before, available, source = memory_before()
     baseline = -(-before // _MIB) * _MIB
     allowed: int | None = available + baseline

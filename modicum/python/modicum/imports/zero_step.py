@@ -8,7 +8,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.imports import groups
 from modicum.imports.archives import ITEM_BYTES
-from modicum.imports.streams import Contents, Read, Source, Streams, streams_of
+from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.imports.zero import Cut, ZeroDirectory, ZeroTensor
 from modicum.imports.zero_files import MASTER, MOMENTS
 from modicum.recipes.dtypes import FLOATS
@@ -135,7 +135,7 @@ def _weights_of(
 
 def _state_of(
     opened: ZeroDirectory, dtypes: Mapping[str, str], formats: Mapping[str, str], asked: str
-) -> tuple[Streams, str]:
+) -> tuple[_modicum.TensorsToSave, str]:
     """The planes of AdamW, and the text of state.json. `formats`: the state format of each trained
     parameter."""
     planes: dict[str, _Plane] = {}

@@ -224,7 +224,8 @@ class ModicumWriter(StorageWriter, AsyncStager):
         if parts.optim is not None:
             kind = class_text(None if self._optimizer is None else type(self._optimizer).__name__)
             entries = named.entries(parts.optim["state"])
-            state = state_of(writing_of_entries(entries, kind, ranks, self._form), texts)
+            found = writing_of_entries(entries, kind, ranks, self._form)
+            state = state_of(found, texts, ranks)
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)

@@ -112,7 +112,7 @@ class AsyncSave:
         self._name = begun.name
         self._snapshot = begun.planned.snapshot
         self._watched = WatchedTensors(begun.watched())
-        self._is_on_device = begun.planned.model.is_on_device
+        self._is_on_device = begun.planned.parts.model.is_on_device
         self._blocked_s = 0.0
         self._course = Course()
         self._pid, self._thread_id = os.getpid(), threading.get_ident()

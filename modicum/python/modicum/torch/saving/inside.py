@@ -56,7 +56,7 @@ class CheckpointInDirectory(CheckpointInFlight):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self.directory = directory.absolute()
-        self._place: tuple[Path, int] | None = None
+        self._place: _modicum.PartialCheckpoint | None = None
 
     @property
     def number(self) -> int:
@@ -79,7 +79,7 @@ class CheckpointInDirectory(CheckpointInFlight):
         }
         self._place = super().begin(ranks, **arguments)
 
-    def begin(self, ranks: Ranks, **arguments: Any) -> tuple[Path, int]:
+    def begin(self, ranks: Ranks, **arguments: Any) -> _modicum.PartialCheckpoint:
         """Makes the subdirectories, and syncs the other programs' files, which are all written by
         now. Collective. Returns the same as `CheckpointInFlight.begin`."""
         assert self._place is not None
@@ -87,7 +87,7 @@ class CheckpointInDirectory(CheckpointInFlight):
 
         def make() -> None:
             for name in arguments["directories"]:
-                _modicum.make_directory(place[0] / name)
+                _modicum.make_directory(Path(place.directory) / name)
             _sync(self.directory)
 
         ranks.once(make, lambda: None)

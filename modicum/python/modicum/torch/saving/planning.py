@@ -20,8 +20,8 @@ from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
 from modicum.torch.saving.replicas import require_equal
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
-from modicum.torch.saving.weights import Form, Writing, writing_of_model
-from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting, reads_of
+from modicum.torch.saving.weights import Form, Writing, threads_of, writing_of_model
+from modicum.torch.saving.writing import StateWriting, adamw_writing, tensors_writing
 from modicum.walk.arguments import integer
 
 WINDOW_BYTES = 256 << 20
@@ -79,14 +79,23 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
-class PlannedSave:
-    """A save that fits the budget, before it starts."""
+class Parts:
+    """What a save writes."""
 
-    ask: SaveRequest
     model: Writing
     state: StateWriting | None
     texts: list[tuple[str, str]]
     """Files that rank 0 writes: (path in the checkpoint, text)."""
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A save that fits the budget, before it starts."""
+
+    ask: SaveRequest
+    parts: Parts
+    written: _modicum.SaveParts
+    """The tensors of `parts`, in this rank's memory."""
     rank_extra: bytes | None
     """This rank's file of `extra_per_rank`."""
     promised: list[tuple[int, int]]
@@ -95,9 +104,6 @@ class PlannedSave:
     """For a save in the background; else None."""
     own_bytes: int
     """About how many bytes this rank writes."""
-    gather_bytes: int
-    """Per rank: memory through which the ranks of a node write divided rows together; 0: they write
-    none together."""
 
 
 def plan_of(
@@ -125,66 +131,49 @@ def plan_of(
     if isinstance(optimizer, AdamW):
         adamw_state = AdamWState(optimizer, names)
         ask.form.require_exact((stored.fqn, stored.dtype) for stored in adamw_state.parameters)
-        state = AdamWWriting(adamw_state, background=ask.form.background)
+        state = adamw_writing(adamw_state)
     elif optimizer is not None:
-        state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts)
+        state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts, ranks)
     return planned_of(ask, goal, Parts(writing, state, texts), ranks)
 
 
 def state_of(
-    found: tuple[Writing | None, str], texts: list[tuple[str, str]]
-) -> TensorsWriting | None:
+    found: tuple[Writing | None, str], texts: list[tuple[str, str]], ranks: Ranks
+) -> StateWriting | None:
     """The state to write. `found`: as from `writing_of_state`. A state without tensors is its
     state.json alone, which is added to `texts`."""
     writing, facts = found
     if writing is not None:
-        return TensorsWriting(writing, facts)
+        return tensors_writing(writing, facts, ranks)
     texts.append((tensor_state.FILE, facts))
     return None
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a save writes."""
-
-    model: Writing
-    state: StateWriting | None
-    texts: list[tuple[str, str]]
-
-
 def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> PlannedSave:
-    """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit, CONFLICT
-    if replicas differ."""
-    writing, state, texts = parts.model, parts.state, parts.texts
-    facts = {"the plan": writing.plan.digest, "the state": state.shared_facts if state else "none"}
-    ranks.agree_on(facts | dict(texts))
+    """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit, CONFLICT if
+    replicas differ."""
+    model, state, texts = parts.model, parts.state, parts.texts
+    facts = state.facts if state else ""
+    shared = f"{state.shared_facts} {facts}" if state else "none"
+    ranks.agree_on({"the plan": model.plan.digest, "the state": shared} | dict(texts))
+    written = _modicum.SaveParts(model.part, state.part if state else None, facts)
     rank_extra = ask.rank_extra
     files = [] if rank_extra is None else [file_of(rank) for rank in range(ranks.world_size)]
-    _modicum.require_recordable(writing.plan, texts, files, **(state.published if state else {}))
-    needs: list[tuple[Mapping[str, int], int]] = [(writing.bytes_held, writing.plan.gather_bytes)]
-    needs += [(state.held, state.gather_bytes)] if state else []
-    held_bytes = _modicum.save_footprint(needs, len(rank_extra or b""))
-    gather_bytes = max(gather for _, gather in needs)
+    written.require_recordable(texts, files)
+    background = ask.form.background
+    threads = threads_of(ranks, background=background)
+    held_bytes = written.held(threads, background, len(rank_extra or b""))
     snapshot = None
-    if ask.form.background:
-        snapshot = _snapshot_of(parts, ranks)
+    if background:
+        window = WINDOW_BYTES // (ranks.ranks_per_node or ranks.world_size)
+        snapshot = written.snapshot(window, ranks.rank)
         held_bytes["snapshot"] = snapshot.bytes
-    own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
+    own_bytes = model.bytes_of(ranks) + (state.own_bytes if state else 0)
     promised = _promised(ask, goal, held_bytes, ranks)
     if ask.budget is not None:  # which does not lift the limit of the caller's ledger
         ask.ledger.require_room(held_bytes, "the save")
-    require_equal([writing, *(state.writings if state else ())], ranks)
-    return PlannedSave(
-        ask, writing, state, texts, rank_extra, promised, snapshot, own_bytes, gather_bytes
-    )
-
-
-def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
-    tensors, states = reads_of(parts.model)
-    if parts.state is not None:
-        tensors, states = tensors + parts.state.reads.tensors, states + parts.state.reads.states
-    window = WINDOW_BYTES // (ranks.ranks_per_node or ranks.world_size)
-    return _modicum.Snapshot(window, ranks.rank, tensors, states)
+    require_equal([model, *([state.writing] if state and state.writing else [])], ranks)
+    return PlannedSave(ask, parts, written, rank_extra, promised, snapshot, own_bytes)
 
 
 def _promised(

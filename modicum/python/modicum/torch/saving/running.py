@@ -4,7 +4,6 @@ all."""
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from modicum.torch.saving.planning import PlannedSave
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import threads_of
-from modicum.torch.saving.writing import CheckpointInFlight, WriteContext, write_tensors
+from modicum.torch.saving.writing import CheckpointInFlight
 
 LOCK_LIMIT_S = 60.0
 """How long a save waits for another one that publishes in the same root."""
@@ -54,10 +53,10 @@ class OpenSave:
         snapshot = planned.snapshot
         if snapshot is not None:
             snapshot.charge(ask.ledger)
-        folders = {Path(name).parent.name for name, _ in planned.texts}
-        has_state = planned.state is not None or "optimizer" in folders
+        folders = {Path(name).parent.name for name, _ in planned.parts.texts}
+        has_state = planned.parts.state is not None or "optimizer" in folders
         has_extra = ask.extra is not None or ask.per_rank is not None
-        directory, point = flight.begin(
+        self._partial = flight.begin(
             ranks,
             root=str(ask.root),
             step=ask.step,
@@ -66,80 +65,67 @@ class OpenSave:
         )
         # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
-        threads = threads_of(ranks, background=snapshot is not None)
-        self._where = WriteContext(
-            ranks, self.board, ask.ledger, directory, point, threads, snapshot
-        )
-        self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
+        self._shared, self._warnings = shared_of(planned.written.gather_bytes, ranks)
         self._warnings += [damaged["warning"] for damaged in flight.damaged]
         self._outcomes: list[dict[str, Any]] = []  # of all ranks
         self._published: dict[str, Any] = {}  # of rank 0
         self._created = 0
         if snapshot is not None:
-            self._created = self._create_files()
+            rank_of = ranks.rank, ranks.world_size
+            self._created = planned.written.create_files(rank_of, self.board, self._partial)
             ranks.barrier()
-
-    def _create_files(self) -> int:
-        """Creates this rank's share of the files; returns the bytes written."""
-        rank_of = self.ranks.rank, self.ranks.world_size
-        model, state = self.planned.model.plan, self.planned.state
-        folder = str(self._where.directory)
-        created: int = _modicum.create_files(model, rank_of, self.board, folder)
-        if state is not None:
-            folder = str(self._of_state.directory)
-            created += _modicum.create_files(state.files, rank_of, self.board, folder)
-        return created
-
-    @property
-    def _of_state(self) -> WriteContext:
-        return replace(self._where, directory=self._where.directory / "optimizer")
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """For a save in the background: (name, tensor) for all tensors that only an optimizer of
         Modicum may write to during the save. Buffers, to which a forward may write, are copied now
         as long as the snapshot's memory has room, and left out."""
         assert self.planned.snapshot is not None
-        for name, tensor, line in self.planned.model.tensors():
+        for name, tensor, line in self.planned.parts.model.tensors():
             is_buffer = not isinstance(tensor, nn.Parameter) and line is not None
             if not is_buffer or not self.planned.snapshot.keep(line):
                 yield name, tensor
-        if self.planned.state is not None:
-            yield from self.planned.state.watched()
+        if self.planned.parts.state is not None:
+            yield from self.planned.parts.state.watched
 
     def write(self, on_begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Writes this rank's part. In the foreground this is collective; in the background it is
         not, and any thread may call it. `on_begin`: called once the save can be cancelled."""
-        planned, where = self.planned, self._where
-        ledger, outside = where.ledger, where.ledger.limit_bytes
-        if where.snapshot is None:
-            ledger.limit_bytes = ledger.held_bytes + planned.promised[where.ranks.rank][1]
+        planned, ranks, snapshot = self.planned, self.ranks, self.planned.snapshot
+        ledger, outside = planned.ask.ledger, planned.ask.ledger.limit_bytes
+        if snapshot is None:
+            ledger.limit_bytes = ledger.held_bytes + planned.promised[ranks.rank][1]
         try:
             check = planned.ask.sigterm.during(planned.own_bytes)
-            with where.ranks.watching(where.board, check):
+            with ranks.watching(self.board, check):
                 on_begin()
-                where = replace(where, gather=self._gather())
-                outcome = write_tensors(planned.model, where)
-                if planned.state is not None:
-                    state = planned.state.write(replace(self._of_state, gather=where.gather))
-                    outcome = {name: count + state[name] for name, count in outcome.items()}
+                outcome = planned.written.write(
+                    ranks.rank, self.board, ledger, self._partial, snapshot=snapshot,
+                    threads=threads_of(ranks, background=snapshot is not None),
+                    gather=self._gather(),
+                )  # fmt: skip
             self._flight.require_in_place()
         finally:
-            if where.snapshot is None:
+            if snapshot is None:
                 ledger.limit_bytes = outside
             self._flight.leave()
         outcome["written_bytes"] += self._created
         if planned.rank_extra is not None:
-            name = extra.file_of(where.ranks.rank)
-            extra.write(where.directory / name, planned.rank_extra)
+            extra.write(self._directory / extra.file_of(ranks.rank), planned.rank_extra)
         written_s = time.monotonic() - self._began
         return outcome | {"written_s": written_s, "held_bytes": _peak_bytes()}
+
+    @property
+    def _directory(self) -> Path:
+        return Path(self._partial.directory)
 
     def _gather(self) -> _modicum.Gather | None:
         """This rank's end of the shared memory, if the node's ranks write together; else None."""
         if self._shared is None:
             return None
         rank, per_node = self.ranks.rank, self.ranks.ranks_per_node or 1
-        return _modicum.Gather(self._shared, self.board, rank, rank % per_node, self._where.ledger)
+        return _modicum.Gather(
+            self._shared, self.board, rank, rank % per_node, self.planned.ask.ledger
+        )
 
     def finish(
         self, outcome: dict[str, Any], note: Callable[[Event], object] = lambda _: None
@@ -177,7 +163,7 @@ class OpenSave:
     @property
     def name(self) -> str:
         """The name of the save's directory, which no other save has."""
-        return self._where.directory.name
+        return self._directory.name
 
     @property
     def _visible_path(self) -> Path:
@@ -188,7 +174,7 @@ class OpenSave:
         there, rank 0 may still publish it: waits for that, `limit_s` at most."""
         deadline = time.monotonic() + limit_s
         while True:
-            is_last = not self._where.directory.exists() or time.monotonic() >= deadline
+            is_last = not self._directory.exists() or time.monotonic() >= deadline
             with suppress(Error, OSError):  # no checkpoint, or another save's, which is damaged
                 uuid = _modicum.open_run_checkpoint(str(self._visible_path))["uuid"]
                 if self.name.endswith(f"-{uuid}"):
@@ -214,8 +200,8 @@ class OpenSave:
             held_bytes=max(outcome["held_bytes"] for outcome in (*outcomes, published)),
             blocked_s=max(outcome.get("blocked_s", published["durable_s"]) for outcome in outcomes),
             kept_bytes=max(outcome.get("kept_bytes", 0) for outcome in outcomes),
-            copied=self.planned.model.plan.copied,
-            left_out=self.planned.model.plan.left_out,
+            copied=self.planned.parts.model.plan.copied,
+            left_out=self.planned.parts.model.plan.left_out,
             damaged=[
                 {key: value for key, value in damaged.items() if key != "warning"}
                 for damaged in self._flight.damaged
@@ -262,10 +248,10 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
 def publish(planned: PlannedSave, world_size: int, flight: CheckpointInFlight) -> dict[str, Any]:
     """Publishes what all ranks have written. Called on rank 0."""
     assert flight.saving is not None
-    more: list[tuple[str, str | None]] = [*planned.texts]
+    more: list[tuple[str, str | None]] = [*planned.parts.texts]
     if planned.rank_extra is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
-    arguments = planned.state.published if planned.state else {}
+    lock_limit_s = LOCK_LIMIT_S
     if planned.ask.sigterm.grace_s is not None:
-        arguments = arguments | {"lock_limit_s": min(LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
-    return flight.saving.publish(planned.model.plan, more=more, **arguments)
+        lock_limit_s = min(lock_limit_s, planned.ask.sigterm.grace_s / 2)
+    return flight.saving.publish(planned.written, more=more, lock_limit_s=lock_limit_s)

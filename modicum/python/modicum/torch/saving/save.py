@@ -254,7 +254,7 @@ def _follow(model: nn.Module, planned: PlannedSave, report: SaveReport) -> None:
     old, new = Path(origin.source).resolve(), Path(report.path).resolve()
     is_in_root = old.parent == planned.ask.root.resolve()
     is_next_to = _is_next_to(old, new) and (old / "COMMIT").exists()
-    saved = Origin(new, planned.model.plan.recipe_text)
+    saved = Origin(new, planned.parts.model.plan.recipe_text)
     remember(model, origin.followed_by(saved, is_next_to=is_in_root or is_next_to))
 
 

@@ -1,7 +1,6 @@
 """The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,14 +49,6 @@ class Writing:
     plan: _modicum.SavePlan
     recipe: _modicum.Recipe
     local_tensors: Sequence[LocalTensor]
-    fetch_bytes: int = 0
-    """The most bytes of stacks and heaps that threads use to fetch elements that are not in
-    row-major memory of the host. 0: all are."""
-
-    @property
-    def bytes_held(self) -> Counter[str]:
-        """The bytes by purpose that the save holds on each rank, without tensors."""
-        return Counter(self.plan.held) + Counter(staging=self.fetch_bytes)
 
     @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
@@ -65,6 +56,11 @@ class Writing:
         elements of all other tensors (None: there are none)."""
         host_bytes, lines = memory_of(self.recipe, self.local_tensors)
         return host_bytes, fetching(lines)
+
+    @property
+    def part(self) -> _modicum.TensorsToSave:
+        """The tensors and their memory."""
+        return _modicum.TensorsToSave(self.plan, *self.memory)
 
     @property
     def is_on_device(self) -> bool:
@@ -301,11 +297,7 @@ def writing_of(
     gathers = not form.background and ranks.ranks_per_node is not None
     from_first = [t for t, tensor in enumerate(tensors) if tensor.comes_from_first]
     plan = save_plan_of(loaded, form, gathers=gathers, from_first=from_first)
-    threads = threads_of(ranks, background=form.background)
-    is_on_device = any(destination_of(tensor.local) == "copy" for tensor in tensors)
-    return Writing(
-        plan, recipe, tensors, fetch_bytes=plan.fetching_bytes(threads) if is_on_device else 0
-    )
+    return Writing(plan, recipe, tensors)
 
 
 def threads_of(ranks: Ranks, *, background: bool) -> int:
