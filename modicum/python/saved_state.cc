@@ -31,6 +31,11 @@ std::shared_ptr<MadeState> state_files(const std::vector<PythonStoredState>& par
   return std::make_shared<MadeState>(MadeState{parameters, StateFiles(states_of(parameters))});
 }
 
+void require_state(const OpenCheckpoint& from, const std::vector<PythonStoredState>& parameters,
+                   bool has_masters) {
+  StateFiles(from.checkpoint.manifest).require_of(states_of(parameters), has_masters);
+}
+
 nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
                     const std::vector<PythonStoredState>& parameters, int rank, CallerBoard& board,
                     const std::shared_ptr<Ledger>& ledger,
@@ -103,6 +108,9 @@ Args:
 Args:
     parameters: those that have state.)")
       .def(nb::new_(&state_files), "parameters"_a);
+  module.def("require_state", require_state, "checkpoint"_a, "parameters"_a, "has_masters"_a = true,
+             "Raises UsageError, which names a tensor, unless the checkpoint has the state of "
+             "exactly these parameters, in any format. `has_masters`: as for `load_state`.");
   module.def("load_state", load_state, "checkpoint"_a, "facts"_a, "parameters"_a, "rank"_a,
              "board"_a, "ledger"_a, "held"_a, "has_masters"_a = true,
              "Reads one rank's shards of a state that was saved in any format, and sets their step "

@@ -765,6 +765,11 @@ class StateFiles:
 
     def __init__(self, parameters: Sequence[StoredState]) -> None: ...
 
+def require_state(checkpoint: Checkpoint, parameters: Sequence[StoredState], has_masters: bool = True) -> None:
+    """
+    Raises UsageError, which names a tensor, unless the checkpoint has the state of exactly these parameters, in any format. `has_masters`: as for `load_state`.
+    """
+
 def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[StoredState], rank: int, board: Board, ledger: Ledger, held: Sequence[HeldShard], has_masters: bool = True) -> dict:
     """
     Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json; `has_masters`: false for the state of torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.

@@ -481,6 +481,7 @@ def test_a_resume_with_other_frozen_parameters_names_the_remedy(
     remedy = "before AdamW is made" if was_frozen else "unfreeze it before the resume"
     with pytest.raises(UsageError, match=f"MISMATCH: .*{remedy}.*tensor model.embed_tokens.weight"):
         front.resume(again, tmp_path, optimizer=new, progress=False)
+    assert all(parameter.is_meta for parameter in again.parameters())
     again.model.embed_tokens.requires_grad_(not was_frozen)
     if was_frozen:
         new = front.AdamW(again.parameters())
@@ -489,6 +490,25 @@ def test_a_resume_with_other_frozen_parameters_names_the_remedy(
     for one in (model, again):
         one.model.embed_tokens.requires_grad_(True)
     assert stepped(again, new) == stepped(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, front.AdamW))
+def test_a_resume_whose_groups_do_not_fit_changes_nothing(tmp_path: Path, kind: Any) -> None:
+    """The optimizer has one group for the saved two. The model keeps its values, and is saved."""
+    model, again = loaded("qwen3"), loaded("qwen3")
+    first, *others = model.parameters()
+    optimizer = kind([{"params": [first]}, {"params": others}])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    front.save(model, tmp_path, step=1, optimizer=optimizer)
+    with torch.no_grad():
+        again.lm_head.weight.fill_(2.0)
+    values = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+    with pytest.raises(UsageError, match="MISMATCH: the checkpoint has no parameter group"):
+        front.resume(again, tmp_path, optimizer=kind(again.parameters()), progress=False)
+    assert all(torch.equal(values[name], now) for name, now in again.state_dict().items())
+    front.save(again, tmp_path, step=2)
 
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", "foreach"])

@@ -315,10 +315,16 @@ def test_a_state_of_another_dtype_is_refused_before_the_weights(
     with front.empty_parameters():
         again = Net().bfloat16()
     resumed = torch.optim.AdamW(again.parameters())
-    with pytest.raises(
-        UsageError, match=r"MISMATCH: .*another dtype.*conv.*expected float32, got bfloat16"
-    ):
+    refused = r"MISMATCH: .*another dtype.*conv.*expected float32, got bfloat16"
+    with pytest.raises(UsageError, match=refused):
         front.resume(again, tmp_path, optimizer=resumed, progress=False)
+    assert all(parameter.is_meta for parameter in again.parameters()) and not resumed.state
+    with front.empty_parameters():
+        again = Net()
+    again.norm.bfloat16()  # buffers have values
+    resumed = torch.optim.AdamW(again.parameters())
+    with pytest.raises(UsageError, match=refused):
+        front.resume(again, tmp_path, optimizer=resumed, dtype="bfloat16", progress=False)
     assert all(parameter.is_meta for parameter in again.parameters()) and not resumed.state
     model.bfloat16()
     front.save(model, tmp_path, step=2, optimizer=optimizer)

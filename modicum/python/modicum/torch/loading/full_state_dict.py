@@ -263,7 +263,7 @@ def _fill(
         for goal in goals:  # all must fit before one runs
             require_rows(model, goal.grown, goal.norms)
             # The state of optimizers is allocated after the last load.
-            last = options if goal is goals[-1] else replace(options, optimizers=(), later={})
+            last = options if goal is goals[-1] else replace(options, optimizers=(), later=None)
             planned.append(plan_of(model, ranks, goal, last, planned[-1] if planned else None))
         for load in planned:
             reports.append(run(load, model, ranks))

@@ -2,9 +2,9 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ class Options:
     check: bool
     progress: bool
     optimizers: Sequence[AdamW] = ()
-    later: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by purpose that the caller will allocate on this rank after the load."""
+    later: "StateToRead | None" = None
+    """The state that the caller will read after the load."""
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments that must be equal on all ranks."""
 
@@ -56,20 +56,30 @@ class Options:
 
 
 @dataclass(frozen=True)
-class LaterMemory:
-    """Memory that the caller of a load will allocate after it; given in place of an optimizer, so
-    that the load's promise (its greatest host memory, known before it starts) includes it."""
+class StateToRead:
+    """A saved state that the caller of a load will read after it; given next to the optimizers. The
+    load's promise (its greatest host memory, known before it starts) includes its memory."""
 
     needed: Mapping[str, int]
-    """Bytes by purpose, on this rank."""
+    """Bytes by purpose that it takes on this rank."""
+    require: "Callable[[Model, LaterParameters], None]"
+    """Called before the load begins. Raises `UsageError` if the state is not that of the
+    parameters."""
 
 
-def later_of(argument: Any) -> Counter[str]:
-    """The bytes by purpose of all `LaterMemory` in `argument`, which is `optimizer` of a load."""
-    needed: Counter[str] = Counter()
-    for item in argument if isinstance(argument, (list, tuple)) else ():
-        needed.update(item.needed if isinstance(item, LaterMemory) else {})
-    return needed
+class LaterParameters(NamedTuple):
+    """The parameters as they will be after the load."""
+
+    dtypes: Mapping[int, torch.dtype]
+    """By id of a parameter that is loaded."""
+    needs: Sequence[Needs]
+    """Of each `modicum.torch.AdamW`."""
+
+
+def later_of(argument: Any) -> StateToRead | None:
+    """The `StateToRead` in `argument`, which is `optimizer` of a load."""
+    items = argument if isinstance(argument, (list, tuple)) else ()
+    return next((item for item in items if isinstance(item, StateToRead)), None)
 
 
 def optimizers_of(argument: Any) -> list[AdamW]:
@@ -79,7 +89,7 @@ def optimizers_of(argument: Any) -> list[AdamW]:
     several = isinstance(argument, Iterable) and not isinstance(argument, (str, bytes))
     optimizers: list[Any] = [*argument] if several else [] if argument is None else [argument]
     optimizers = [
-        unwrapped(optimizer) for optimizer in optimizers if not isinstance(optimizer, LaterMemory)
+        unwrapped(optimizer) for optimizer in optimizers if not isinstance(optimizer, StateToRead)
     ]
     for optimizer in optimizers:
         if not isinstance(optimizer, AdamW):
@@ -170,6 +180,9 @@ def plan_of(
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
     budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
     needs = _needs_of(options, places)
+    if options.later is not None:
+        dtypes = {id(place.entry.tensor): place.dtype for place in places}
+        options.later.require(model, LaterParameters(dtypes, needs))
     files, refused = _state_files(needs, model, ranks)
     warning = f"the memory of a save is not predicted: {refused}" if refused else ""
     if warning and ranks.rank == 0:
@@ -211,7 +224,7 @@ def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:
 def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[str, int]]:
     """For each rank the bytes by purpose of the optimizers' state and of `options.later`; an empty
     list if no rank has any."""
-    needed = Counter(options.later)
+    needed = Counter(options.later.needed if options.later else {})
     for need in needs:
         needed.update(need.needed)
     of_ranks = ranks.gather(dict(needed))

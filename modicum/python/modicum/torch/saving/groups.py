@@ -50,8 +50,20 @@ def restore(
     left_out: Collection[str] = (),
 ) -> None:
     """Sets the options of each group to the saved ones of the group with the same parameters, but
-    those that are `left_out`. `document`: of a groups.json. Raises `UsageError` if a group was not
-    saved, and changes nothing; `IntegrityError` for another document."""
+    those that are `left_out`. `document`: of a groups.json. Raises the errors of `matching`, and
+    changes nothing."""
+    with as_damage(FILE):  # a tensor may be unable to have the value
+        for group, options in matching(optimizer, document, names):
+            for key, value in options.items():
+                if key not in left_out:
+                    _set(group, key, value)
+
+
+def matching(
+    optimizer: torch.optim.Optimizer, document: Any, names: Mapping[int, str]
+) -> list[tuple[Group, Options]]:
+    """Each group of the optimizer, and the saved options of the group with the same parameters.
+    Raises `UsageError` if a group was not saved; `IntegrityError` for another document."""
     saved: dict[frozenset[str], list[Options]] = {}
     for params, options in _saved(document):
         saved.setdefault(frozenset(params), []).append(options)
@@ -63,11 +75,7 @@ def restore(
             what = "the checkpoint has no parameter group with the parameters of this group"
             raise refusal("MISMATCH", what, tensor=params[0] if params else "")
         found.append((group, same.pop(0)))  # several groups may have no parameters
-    with as_damage(FILE):  # a tensor may be unable to have the value
-        for group, options in found:
-            for key, value in options.items():
-                if key not in left_out:
-                    _set(group, key, value)
+    return found
 
 
 def kind_in(document: Any) -> str:

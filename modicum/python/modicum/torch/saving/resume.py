@@ -1,7 +1,7 @@
 """`resume`: loads the newest complete checkpoint of a run."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import arguments_in, load_by, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.overwritten import fill_undefined, overwriting
-from modicum.torch.loading.planning import LaterMemory, Size
+from modicum.torch.loading.planning import LaterParameters, Size, StateToRead
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
@@ -46,6 +46,7 @@ from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
     needed_by_tensors,
+    require_dtypes,
     require_kind,
 )
 from modicum.torch.saving.texts import json_in, text_in
@@ -91,8 +92,7 @@ def resume(
     Raises:
         IntegrityError: there is no complete checkpoint (`UNCOMMITTED`), or a file is damaged.
         BudgetError: the load does not fit; nothing has been loaded.
-        UsageError: model, optimizer and checkpoint do not fit together. The weights may be loaded
-            already if only the optimizer's state does not fit.
+        UsageError: model, optimizer and checkpoint do not fit together; nothing has been loaded.
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
 
@@ -181,7 +181,7 @@ def _resume_from(
 ) -> ResumeReport:
     """Loads the model and the optimizer."""
     arguments = {**found.load_arguments}
-    declared = _declared(model, optimizer, found, is_cast=arguments["dtype"] is not None)
+    declared = _declared(model, optimizer, found)
     with _reading(model, found.path, arguments) as files:
         report = load_by(lambda: arguments | {"optimizer": declared}, model, files)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
@@ -254,25 +254,45 @@ class FoundCheckpoint:
 
 
 def _declared(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    found: FoundCheckpoint,
-    *,
-    is_cast: bool,
-) -> list[AdamW | LaterMemory]:
-    """What the promise of the model's load includes for the optimizer's state. Collective.
-    `is_cast`: whether the load may change dtypes."""
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: FoundCheckpoint
+) -> list[AdamW | StateToRead]:
+    """What the promise of the model's load includes for the optimizer's state, which that load
+    requires to fit the optimizer. Collective."""
     if optimizer is None:
         return []
+
+    def require(whole: Model, later: LaterParameters) -> None:
+        if found.has_options:
+            groups.matching(optimizer, found.options, whole.names)
+        if not isinstance(optimizer, AdamW):
+            require_dtypes(optimizer, whole.names, _saved_state(found), later.dtypes)
+        elif stored := later.needs[0].stored(whole.names):
+            _require_fit(stored, optimizer, found, whole.names)
+
     if isinstance(optimizer, AdamW):
         facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
-        if facts.get("state_format") == optimizer.state_format:
-            return [optimizer]
-        return [optimizer, LaterMemory({"staging": _modicum.CONVERTED_STATE_BYTES})]
+        is_converted = facts.get("state_format") != optimizer.state_format
+        needed = {"staging": _modicum.CONVERTED_STATE_BYTES} if is_converted else {}
+        return [optimizer, StateToRead(needed, require)]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        saved = _saved_state(found)._replace(checkpoint=None if is_cast else found.path)
-        return [LaterMemory(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
+        needed = needed_by_tensors(optimizer, whole, whole.names, _saved_state(found), ranks)
+    return [StateToRead(needed, require)]
+
+
+def _require_fit(
+    parameters: list[_modicum.StoredState],
+    optimizer: AdamW,
+    found: FoundCheckpoint,
+    names: Mapping[int, str],
+) -> None:
+    """Raises `UsageError` unless the saved state is that of these parameters, which are those of
+    the optimizer that have state."""
+    saved = _saved_state(found)
+    _require_trained(
+        {stored.fqn for stored in parameters}, facts_for(optimizer, saved.facts), saved, names
+    )
+    _modicum.require_state(saved.tensors, parameters, not is_torchs(found.state))
 
 
 def _saved_state(found: FoundCheckpoint) -> SavedState:
@@ -361,8 +381,8 @@ def load_state(
     state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
     if isinstance(optimizer, AdamW):
         saved = saved._replace(facts=facts_for(optimizer, saved.facts))
-    if state is not None:
-        _require_trained(state, saved, names)
+    if isinstance(optimizer, AdamW) and state is not None:
+        _require_fit(state.parameters, optimizer, found, names)
     if found.has_options:
         left_out = IMPLEMENTATION if isinstance(optimizer, AdamW) else ()
         groups.restore(optimizer, found.options, names, left_out)
@@ -397,11 +417,12 @@ def _load_adamw(
     return outcome
 
 
-def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
+def _require_trained(
+    trained: Set[str], facts: str, saved: SavedState, names: Mapping[int, str]
+) -> None:
     """Raises `UsageError` if a parameter was frozen at the save and has state now, or the other way
-    round."""
-    trained = {stored.fqn for stored in state.parameters}
-    for name in _modicum.state_facts(saved.facts)["without_state"]:
+    round. `trained`: the names of the parameters that have state; `facts`: as of `facts_for`."""
+    for name in _modicum.state_facts(facts)["without_state"]:
         if name in trained:
             what = "the parameter was frozen when the checkpoint was saved, and has state in this "
             what += "run: freeze it before AdamW is made, and unfreeze it after the resume"

@@ -194,10 +194,9 @@ class SavedState(NamedTuple):
     tensors: _modicum.Checkpoint
     facts: str
     """The text of state.json."""
-    staging: Size | None = None
+    staging: Size | None
     """Host memory to stream it through; None: the default."""
-    checkpoint: Path | None = None
-    """The checkpoint's directory, to compare the parameters' dtypes; None: they may change yet."""
+    checkpoint: Path
 
 
 def needed_by_tensors(
@@ -208,8 +207,8 @@ def needed_by_tensors(
     ranks: Ranks,
 ) -> dict[str, int]:
     """Host memory that `load_tensors` will take on this rank, bytes by purpose: new tensors, and
-    staging to read them. Raises the same `UsageError` as `load_tensors`. Parameters may be on
-    meta."""
+    staging to read them. Raises the `UsageError` of `load_tensors`, but not that of
+    `require_dtypes`. Parameters may be on meta."""
     entries = {id(entry.tensor): entry for entry in model.tensors.values()}
     parameters = _parameters_of(optimizer, names, saved, numbers_of(saved.facts))
     shardings = Shardings()
@@ -265,24 +264,28 @@ def _parameters_of(
         if [*shape] != expected:
             got = str([*shape])
             raise refusal("MISMATCH", "a saved shape", tensor=name, expected=str(expected), got=got)
-    if saved.checkpoint is not None:
-        _require_dtypes(parameters, saved.tensors, saved.checkpoint)
     return parameters
 
 
-def _require_dtypes(
-    parameters: Mapping[str, torch.Tensor], state: _modicum.Checkpoint, checkpoint: Path
+def require_dtypes(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    saved: SavedState,
+    loaded: Mapping[int, torch.dtype],
 ) -> None:
     """Raises `UsageError` if a parameter has another dtype than when it was saved, and the state
-    was made for the former: torch's optimizers step only state of the parameter's own dtype."""
+    was made for the former: torch's optimizers step only state of the parameter's own dtype.
+    `loaded`: the dtype that a load will give a parameter, by its id."""
     weights: dict[str, str] | None = None
-    for name, (dtype, _) in state.stored.items():
+    parameters = _parameters_of(optimizer, names, saved, {})
+    for name, (dtype, _) in saved.tensors.stored.items():
         fqn = name.rpartition(".")[0]
-        parameter_dtype = dtype_name(parameters[fqn].dtype)
+        parameter = parameters[fqn]
+        parameter_dtype = dtype_name(loaded.get(id(parameter), parameter.dtype))
         if dtype == parameter_dtype or dtype not in FLOATS or parameter_dtype not in FLOATS:
             continue
         if weights is None:
-            stored = _modicum.open_checkpoint(checkpoint).stored
+            stored = _modicum.open_checkpoint(saved.checkpoint).stored
             weights = {weight: weight_dtype for weight, (weight_dtype, _) in stored.items()}
         # A parameter that the load renames or stacks is compared with all weights.
         if parameter_dtype not in ({weights[fqn]} if fqn in weights else weights.values()):
@@ -334,6 +337,7 @@ def load_tensors(
     already. Returns the outcome of this rank's load, None without tensors. Collective."""
     numbers = numbers_of(saved.facts)
     parameters = _parameters_of(optimizer, names, saved, numbers)
+    require_dtypes(optimizer, names, saved, {})
     shardings = Shardings()
     state: dict[str, dict[str, Any]] = {}
     tensors: list[LocalTensor] = []
