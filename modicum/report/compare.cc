@@ -10,6 +10,7 @@
 #include "modicum/base/base.h"
 #include "modicum/json/json.h"
 #include "modicum/report/owners.h"
+#include "modicum/spec/spec.h"
 
 namespace modicum {
 namespace {
@@ -141,6 +142,24 @@ std::string row(const std::string& what, uint64_t a, uint64_t b) {
                      signed_size(a, b));
 }
 
+// The rows of owners. If they aren't comparable, an owner that a run has not has no bytes there.
+std::string owner_rows(const RunComparison& runs, const std::vector<std::string>& owners) {
+  const Bytes &a = runs.a.owners, &b = runs.b.owners;
+  std::string text;
+  for (const std::string& owner : owners) {
+    if (runs.has_comparable_owners()) {
+      text += row("  " + owner_words(owner), amount_in(a, owner), amount_in(b, owner));
+      continue;
+    }
+    const auto size = [&owner](const Bytes& bytes) {
+      return bytes.contains(owner) ? format_size(bytes.at(owner)) : std::string("-");
+    };
+    text +=
+        fmt::format("{:<28}{:>14}{:>14}{:>15}\n", "  " + owner_words(owner), size(a), size(b), "-");
+  }
+  return text;
+}
+
 // All keys whose bytes differ, the largest difference first.
 std::vector<std::string> by_difference(Bytes a, Bytes b) {
   std::vector<std::string> keys;
@@ -204,6 +223,9 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
     if (const uint64_t owner_bytes = bytes[static_cast<size_t>(peak)]; owner_bytes > 0)
       run.owners[owner] = owner_bytes;
   }
+  for (size_t p = 0; p < static_cast<size_t>(Purpose::count); ++p) {
+    run.has_reports |= read.owners.contains(std::string(purpose_name(static_cast<Purpose>(p))));
+  }
   for (const ReadDocument::Phase& phase : read.phases) {
     for (size_t s = 0; s < totals.size(); ++s) {
       if (read.t_s[s] < phase.begin_s || read.t_s[s] > phase.end_s) continue;
@@ -214,7 +236,9 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   return run;
 }
 
-std::string RunComparison::owner() const { return differs_most(a.owners, b.owners, false); }
+std::string RunComparison::owner() const {
+  return has_comparable_owners() ? differs_most(a.owners, b.owners, false) : "";
+}
 std::string RunComparison::phase() const { return differs_most(a.phases, b.phases, true); }
 
 std::string RunComparison::sentence() const {
@@ -229,6 +253,12 @@ std::string RunComparison::sentence() const {
       fmt::format("the peak of {} is {} higher than that of {} ({} against {})", more.name,
                   format_size(more.peak_bytes - less.peak_bytes), less.name,
                   format_size(more.peak_bytes), format_size(less.peak_bytes));
+  if (!has_comparable_owners()) {
+    text += fmt::format(
+        "; owners are not compared: the memory of {} is divided by kind only, as no process of it "
+        "reported to Modicum",
+        a.has_reports ? b.name : a.name);
+  }
   if (const std::string most = owner(); !most.empty()) {
     text += fmt::format("; at the peaks, the owner \"{}\" differs most ({} against {})",
                         owner_words(most), format_size(amount_in(more.owners, most)),
@@ -251,6 +281,7 @@ std::string comparison_json(const RunComparison& runs) {
              static_cast<int64_t>(runs.b.peak_bytes) - static_cast<int64_t>(runs.a.peak_bytes));
   name_member(out, "owner", runs.owner());
   name_member(out, "phase", runs.phase());
+  out.member("has_comparable_owners", runs.has_comparable_owners());
   rows_member(out, "owners", runs.a.owners, runs.b.owners);
   rows_member(out, "phases", runs.a.phases, runs.b.phases);
   return out.member("sentence", runs.sentence()).end_object().text();
@@ -261,9 +292,7 @@ std::string comparison_text(const RunComparison& runs) {
   std::string text = runs.sentence() + "\n\n";
   text += fmt::format("{:<28}{:>14}{:>14}{:>15}\n", "", "A", "B", "B - A");
   text += row("peak", a.peak_bytes, b.peak_bytes);
-  for (const std::string& owner : by_difference(a.owners, b.owners)) {
-    text += row("  " + owner_words(owner), amount_in(a.owners, owner), amount_in(b.owners, owner));
-  }
+  text += owner_rows(runs, by_difference(a.owners, b.owners));
   for (const std::string& phase : by_difference(a.phases, b.phases)) {
     text += row("during " + phase, amount_in(a.phases, phase), amount_in(b.phases, phase));
   }

@@ -17,6 +17,7 @@ struct WatchedRun {
   std::map<std::string, uint64_t> owners;  // each owner's sum over all processes, at the peak
   // The highest sum over all processes and owners while any process was in the phase.
   std::map<std::string, uint64_t> phases;
+  bool has_reports = false;  // a process of it reported purposes; otherwise its owners are kinds
 };
 // `text`: a document that `watch --json` prints. Throws FORMAT.JSON, FORMAT.UTF8, FORMAT.DUP or,
 // for a JSON document of another kind, FORMAT.SCHEMA, with `name` as the file.
@@ -25,8 +26,10 @@ WatchedRun parse_run(std::string_view text, const std::string& name);
 struct RunComparison {
   WatchedRun a, b;
 
+  // Whether both runs divide memory in the same way: by purposes and kinds, or by kinds alone.
+  bool has_comparable_owners() const noexcept { return a.has_reports == b.has_reports; }
   // The owner whose bytes at the two peaks differ most. A run without the owner counts as 0 bytes.
-  // Empty if no owner differs.
+  // Empty if no owner differs, or if owners aren't comparable.
   std::string owner() const;
   // The phase whose bytes differ most, among the phases that both runs have. Empty if no phase
   // differs.

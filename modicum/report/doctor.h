@@ -16,7 +16,8 @@
 namespace modicum {
 
 struct DoctorFacts {
-  std::vector<MemoryLimit> limits;  // memory_limits of the program; without --pid, of the caller
+  // memory_limits of limited_process; without --pid, of the caller.
+  std::vector<MemoryLimit> limits;
   uint64_t oom_kills = 0;
   Settings settings;
   std::optional<Program> program;  // with --pid
@@ -46,12 +47,16 @@ std::vector<Finding> findings_of(const DoctorFacts& facts);
 // What the processes that are in both readings have gained per second, by kind.
 struct KindsGrowth {
   std::array<double, kMemoryKinds> bytes_per_s{};
-  const ProcessKinds* most = nullptr;  // in `after`: the process that gained most; null: none did
+  // In `after`: the process that gained most; null if all together gained less than 1 MiB.
+  const ProcessKinds* most = nullptr;
 
   double total() const noexcept;
   MemoryKind largest() const noexcept;
 };
 KindsGrowth growth_of(const DoctorFacts& facts);
+// The pid of the process whose limits end the program first: the one that grows, or else the one
+// that holds most. A launcher may be outside of their cgroup. 0 without processes in `after`.
+int limited_process(const DoctorFacts& facts);
 
 std::string doctor_json(const DoctorFacts& facts);
 // With `verbose`, each finding is followed by its advice; otherwise only dangers and warnings are.

@@ -332,6 +332,7 @@ TEST(Findings, GrowthIsThatOfProcessesInBothReadings) {
   EXPECT_NE(find(findings, "growth").advice.find("modicum.memory.attribute"), std::string::npos);
   EXPECT_EQ(find(findings, "memory_kinds").summary,
             "5.39 GiB in 3 processes: anonymous mappings 5.37 GiB");
+  EXPECT_EQ(limited_process(facts), 6);
   facts.limits[0].available_bytes = 10 * kGiB;
   EXPECT_EQ(text_of(facts, "growth"), "danger 52M of 10240M");
   facts.limits[0].available_bytes = 8192 * kGiB;
@@ -339,6 +340,8 @@ TEST(Findings, GrowthIsThatOfProcessesInBothReadings) {
   EXPECT_EQ(text_of(facts, "growth"), "info 52M of 8388608M");
   facts.after = facts.before;
   EXPECT_EQ(find(findings_of(facts), "growth").summary, "nothing grows (within 2.0 s)");
+  EXPECT_EQ(limited_process(facts), 7) << "which holds most";
+  EXPECT_EQ(limited_process(healthy()), 0);
   facts.between_s = 0;
   EXPECT_FALSE(has(facts, "growth"));
   EXPECT_TRUE(has(facts, "memory_kinds"));

@@ -61,12 +61,11 @@ void add_kinds(const DoctorFacts& facts, Findings& found) {
 void add_growth(const DoctorFacts& facts, Findings& found) {
   const KindsGrowth growth = growth_of(facts);
   const double rate = growth.total();
-  constexpr double kLeastBytes = 1 * kMiB;
   Finding finding{.id = "growth",
                   .value = static_cast<uint64_t>(std::max(0.0, rate)),
                   .summary = fmt::format("nothing grows (within {:.1f} s)", facts.between_s),
                   .advice = "a slow growth needs a longer --interval"};
-  if (growth.most == nullptr || rate * facts.between_s < kLeastBytes) {
+  if (growth.most == nullptr) {
     found.push_back(std::move(finding));
     return;
   }
@@ -119,7 +118,18 @@ KindsGrowth growth_of(const DoctorFacts& facts) {
     most_bytes = bytes;
     growth.most = &after;
   }
+  constexpr double kLeastBytes = 1 * kMiB;
+  if (growth.total() * facts.between_s < kLeastBytes) growth.most = nullptr;
   return growth;
+}
+
+int limited_process(const DoctorFacts& facts) {
+  if (facts.after.empty()) return 0;
+  if (const ProcessKinds* const most = growth_of(facts).most) return most->pid;
+  const auto holds_less = [](const ProcessKinds& a, const ProcessKinds& b) {
+    return a.kinds.total() < b.kinds.total();
+  };
+  return std::max_element(facts.after.begin(), facts.after.end(), holds_less)->pid;
 }
 
 void add_growth_findings(const DoctorFacts& facts, Findings& found) {

@@ -211,7 +211,13 @@ std::string growth_text(const WatchRecord& record) {
 std::string next_text(const WatchRecord& record) {
   const auto growth = growth_in(record);
   if (!growth && !record.killed) return "";
-  const int pid = growth ? growth->process->pid : record.killed->pid;
+  const bool is_last_known = !growth && record.killed->grew_pid != 0;
+  const int pid = growth          ? growth->process->pid
+                  : is_last_known ? record.killed->grew_pid
+                                  : record.killed->pid;
+  const std::string& name = growth          ? growth->process->name
+                            : is_last_known ? record.killed->grew_name
+                                            : record.killed->name;
   size_t owner = growth ? growth->owner : kWatchOwners;
   if (!growth) {  // the owner that grew last before the kill
     for (size_t o = 0; o < kWatchOwners; ++o) {
@@ -221,9 +227,9 @@ std::string next_text(const WatchRecord& record) {
   const std::string step = owner < kWatchOwners ? next_step(owner, pid) : "";
   if (step.empty()) return "";
   return fmt::format(
-      "{}; while the command runs, `modicum doctor --pid PID` tells what grows "
-      "(docs/guide/killed.md)",
-      step);
+      "{}; while a run lasts, `modicum doctor --pid PID` with the PID of {} (here {}) tells what "
+      "grows (docs/guide/killed.md)",
+      step, printable(name), pid);
 }
 
 std::string watch_json(const WatchRecord& record) {

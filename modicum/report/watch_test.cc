@@ -163,6 +163,9 @@ TEST(WatchReport, NamesWhatGrowsAndWhatToRunNext) {
       "malloc's main heap 8.00 MiB");
   const std::string text = watch_text(record);
   EXPECT_NE(text.find(growth_text(record) + "\nnext: blocks below"), std::string::npos) << text;
+  EXPECT_NE(text.find("`modicum doctor --pid PID` with the PID of python (here 7) tells"),
+            std::string::npos)
+      << text;
   EXPECT_NE(text.find("140.00 MiB  python (pid 7): anonymous mappings 100.00 MiB, malloc's main "
                       "heap 80.00 MiB\n"),
             std::string::npos)
@@ -191,6 +194,9 @@ TEST(WatchReport, AfterAKillWithoutSteadyGrowthNextIsOfTheOwnerThatGrewLast) {
   WatchRecord record = growing(0);
   record.killed = {.pid = 7, .name = "python", .grew_owner = "shared_memory", .grew_bytes = 5};
   EXPECT_TRUE(next_text(record).starts_with("batches of data-loader workers"));
+  record.killed->grew_pid = 8;  // the kernel killed another process
+  record.killed->grew_name = "loader";
+  EXPECT_NE(next_text(record).find("the PID of loader (here 8)"), std::string::npos);
   record.killed->grew_owner = "shards";
   EXPECT_EQ(next_text(record), "");
   for (size_t owner = 0; owner < kWatchOwners; ++owner) {
@@ -323,6 +329,28 @@ TEST(Comparison, APhaseMustBeInBothRunsAnOwnerNeedNot) {
   EXPECT_EQ(runs.phase(), "load");
   EXPECT_EQ(runs.owner(), "held");
   EXPECT_NE(comparison_text(runs).find("\n  not attributed "), std::string::npos);
+}
+
+TEST(Comparison, OwnersOfARunWithoutReportsAreNotComparedWithPurposes) {
+  const std::string by_kind =
+      R"({"timeline":{"tracks":[{"owners":{"anonymous":[5000]}}],"t_s":[0],"phases":[]},)"
+      R"("peak":{"bytes":5000,"cause":"why"}})";
+  const RunComparison runs{parse_run(by_kind, "plain"),
+                           parse_run(document(1000, 10, 50), "modicum")};
+  EXPECT_EQ(runs.owner(), "");
+  EXPECT_EQ(runs.sentence(),
+            "the peak of plain is 3.90 KiB higher than that of modicum (4.88 KiB against 1011 B); "
+            "owners are not compared: the memory of plain is divided by kind only, as no process "
+            "of it reported to Modicum");
+  EXPECT_NE(
+      comparison_json(runs).find(R"("owner":null,"phase":null,"has_comparable_owners":false)"),
+      std::string::npos);
+  EXPECT_NE(comparison_text(runs).find("\n  parameters                             -        1000 B "
+                                       "             -\n"),
+            std::string::npos)
+      << comparison_text(runs);
+  const RunComparison alike{parse_run(by_kind, "a"), parse_run(by_kind, "b")};
+  EXPECT_TRUE(alike.has_comparable_owners());
 }
 
 TEST(Comparison, OfARunWithItselfNamesNoOwnerAndNoPhase) {

@@ -1,6 +1,7 @@
 """`modicum doctor` on this machine, and on running programs whose memory is known.
 
-Catches: `doctor --pid` shows its own limits and its own cgroup; a page counts as shared with a
+Catches: `doctor --pid` shows its own limits and its own cgroup, or the launcher's instead of the
+growing program's; a page counts as shared with a
 child although one of the two has written it since the fork; children of a fork server are shown as
 forks; malloc's arenas are not found.
 """
@@ -263,6 +264,24 @@ def test_the_limit_is_that_of_the_cgroup_of_the_process(modicum: Path) -> None:
     for text in (out, outside):
         assert f'"limit_bytes":{400 * MIB}' in text
         assert '"id":"cgroup_memory","value":"none"' not in text
+
+
+def test_the_memory_left_is_that_of_the_process_that_grows(modicum: Path, tmp_path: Path) -> None:
+    """`watch` itself is outside of the cgroup that it makes for --limit."""
+    if reason := why_no_cage():
+        pytest.skip(reason)
+    launcher = f"""
+import subprocess, sys
+command = [{str(modicum)!r}, "watch", "-q", "--limit", "2GiB", "--"]
+sys.exit(subprocess.run([*command, sys.executable, "-c", {GROWS!r}]).returncode)
+"""
+    with running(tmp_path, launcher) as (pid, _):
+        found = findings_of(run_json(modicum, "doctor", "--pid", pid, "--interval", 1))
+        resting = findings_of(run_json(modicum, "doctor", "--pid", pid, "--interval", 0))
+    assert 1 << 30 < found["growth"]["limit_bytes"] < 2 << 30
+    assert found["growth"]["severity"] == "danger"
+    for findings in (found, resting):
+        assert findings["cgroup_memory"]["limit_bytes"] == 2 << 30
 
 
 def test_a_process_that_does_not_exist_is_an_error(modicum: Path) -> None:
