@@ -74,7 +74,7 @@ int run_plan(const Args& args, const Surroundings& at) {
   CommonFlags common;
   RunFlags flags;
   PlanFlags of_plan;
-  std::string page;
+  std::string page, title;
   bool compares = false;
   add_run_flags(app, flags);
   app.add_flag("--device", flags.on_device,
@@ -82,10 +82,14 @@ int run_plan(const Args& args, const Surroundings& at) {
   add_forecast_flags(app, of_plan);
   add_common_flags(app, common,
                    {.budget_default = "none", .staging = &flags.staging, .progress = false});
-  app.add_option("--report", page,
-                 "write the memory of the fullest node in each phase as an HTML file, with the "
-                 "inputs; with --deepspeed, DeepSpeed's memory")
-      ->type_name("FILE");
+  CLI::Option* const report_flag =
+      app.add_option("--report", page,
+                     "write the memory of the fullest node in each phase as an HTML file, with the "
+                     "inputs; with --deepspeed, DeepSpeed's memory")
+          ->type_name("FILE");
+  app.add_option("--title", title, "the title of --report's page; default: it names the model")
+      ->type_name("TEXT")
+      ->needs(report_flag);
   app.add_flag("--compare", compares,
                "show every strategy; default: only that of --strategy (--json has all)");
   add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
@@ -98,7 +102,8 @@ int run_plan(const Args& args, const Surroundings& at) {
   if (file) {
     const std::optional<HubModel>& hub = report.checkpoint.hub;
     const std::string name = hub ? hub->name : flags.directory;
-    file->write(plan_page(report, "Predicted host memory of " + name,
+    file->write(plan_page(report,
+                          title.empty() ? "Predicted host memory of " + name : printable(title),
                           origin_of(args, flags.directory, name)));
   }
   print_result(

@@ -162,17 +162,17 @@ std::string deepspeed_sentence(const DeepSpeedForecast& forecast) {
 }
 
 PageTable deepspeed_table(const DeepSpeedForecast& forecast) {
-  PageTable table{
-      .caption =
-          fmt::format("Forecast by line: DeepSpeed {}, ZeRO stage {}, a rank "
-                      "that keeps {} of {} parameters",
-                      forecast.version, forecast.stage, forecast.params_of_rank, forecast.params),
-      .head = {"what", "owner", "allocated at", "per node", "per rank", "bytes per parameter"}};
+  PageTable table{.caption = fmt::format("Forecast by line: DeepSpeed {}, ZeRO stage {}, a rank "
+                                         "that keeps {} of {} parameters",
+                                         forecast.version, forecast.stage, forecast.params_of_rank,
+                                         forecast.params),
+                  .head = {"what", "owner", "allocated at", "per node", "per rank",
+                           "fixed, per rank", "bytes per parameter"}};
   const auto add = [&](std::string_view what, std::string_view owner, std::string_view phase,
                        const DeepSpeedForecast::Sum& sum) {
     table.rows.push_back({std::string(what), std::string(owner), std::string(phase),
                           format_size(forecast.on_node(sum.bytes)), format_size(sum.bytes),
-                          per_param_text(forecast, sum)});
+                          format_size(sum.fixed_bytes), per_param_text(forecast, sum)});
   };
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
     add(line.name, line.owner, line.phase, sum_of_line(line));

@@ -1,5 +1,7 @@
 #include "modicum/report/page.h"
 
+#include <fmt/format.h>
+
 #include "modicum/base/base.h"
 #include "modicum/json/json.h"
 #include "modicum/report/owners.h"
@@ -55,6 +57,40 @@ std::string document_of(std::span<const PageRun> runs, const PageText& text) {
   return replaced(document + "]}", '<', "\\u003c");
 }
 
+std::string html_row(std::span<const std::string> cells, std::string_view kind) {
+  std::string html = "<tr>";
+  for (size_t i = 0; i < cells.size(); ++i) {
+    const std::string_view tag = i == 0 ? "th" : kind;
+    html += fmt::format("<{0}>{1}</{0}>", tag, html_text(cells[i]));
+  }
+  return html + "</tr>\n";
+}
+
+std::string html_table(const PageTable& table) {
+  std::string html = fmt::format("<table>\n<caption>{}</caption>\n", html_text(table.caption));
+  html += html_row(table.head, "th");
+  for (const auto& row : table.rows) html += html_row(row, "td");
+  return html + "</table>\n";
+}
+
+// What a browser without JavaScript shows.
+std::string static_html(const PageText& text) {
+  std::string html;
+  if (!text.sentence.empty()) {
+    html += fmt::format("<p>{}</p>\n", replaced(html_text(text.sentence), '\n', "<br>\n"));
+  }
+  if (!text.facts.empty()) {
+    html += "<dl>\n";
+    for (const PageFact& fact : text.facts) {
+      html += fmt::format("<dt>{}</dt><dd>{}</dd>\n", html_text(fact.name), html_text(fact.value));
+    }
+    html += "</dl>\n";
+  }
+  for (const PageTable& table : text.figures) html += html_table(table);
+  for (const PageTable& table : text.tables) html += html_table(table);
+  return html;
+}
+
 // A file of dygraphs without the address of its source map, which browsers would request.
 std::string_view library_file(std::string_view file_name) {
   const std::string_view text = page_file(file_name);
@@ -70,6 +106,7 @@ std::string report_page(std::string_view title, std::span<const PageRun> runs,
   const auto text_of = [&](std::string_view name) -> std::string {
     if (name == "title") return html_text(title);
     if (name == "document") return document_of(runs, text);
+    if (name == "static") return static_html(text);
     if (name == "copyright") return html_text(page_file(name));
     if (name.starts_with("dygraph")) return std::string(library_file(name));
     return std::string(page_file(name));

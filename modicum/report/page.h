@@ -25,11 +25,13 @@ struct PageTable {
   std::vector<std::string> head;
   std::vector<std::vector<std::string>> rows;
 };
-// Above the charts: a sentence and facts. Below them: tables.
+// Above the charts: a sentence and facts. Below them: tables. A browser without JavaScript shows
+// `figures` in place of the charts.
 struct PageText {
   std::string sentence;
   std::vector<PageFact> facts;
   std::vector<PageTable> tables;
+  std::vector<PageTable> figures;
 };
 // The page of one run, or of several next to each other on one scale. Names and texts may hold any
 // characters: none is interpreted as HTML.

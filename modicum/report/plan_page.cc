@@ -255,6 +255,29 @@ std::string document_of(const Chart& chart, const std::optional<Budget>& budget)
   return out.end_object().end_object().take();
 }
 
+// The bytes of each owner by phase.
+PageTable figures_of(const std::string& caption, const Chart& chart) {
+  PageTable table{.caption = caption, .head = {"phase", "sum"}};
+  std::vector<std::string> owners;
+  for (const Owner& owner : chart.owners_at(0)) {  // every phase has the same owners
+    owners.push_back(owner.purpose);
+    table.head.push_back(owner_words(owner.purpose));
+  }
+  for (size_t phase = 0; phase < chart.phases.size(); ++phase) {
+    std::vector<std::string> row = {chart.phases[phase], ""};
+    uint64_t sum = 0;
+    const std::vector<Owner> amounts = chart.owners_at(phase);
+    for (const std::string& name : owners) {
+      const uint64_t bytes = std::ranges::find(amounts, name, &Owner::purpose)->bytes;
+      sum = saturating_add(sum, bytes);
+      row.push_back(format_size(bytes));
+    }
+    row[1] = format_size(sum);
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
 std::string verdict_sentence(const PlanReport& report) {
   if (report.past) return past_run_sentence(report);
   if (!report.budget) return "";
@@ -293,18 +316,22 @@ std::string plan_page(const PlanReport& report, std::string_view title, const Pa
   const int node = drawn_node(strategy);
   PageText text{.sentence = verdict_sentence(report), .facts = facts_of(report, origin)};
   std::vector<std::pair<std::string, std::string>> runs;  // their labels and documents
+  const auto draw = [&](std::string label, const Chart& chart) {
+    text.figures.push_back(figures_of(label, chart));
+    runs.emplace_back(std::move(label), document_of(chart, report.budget));
+  };
   if (report.deepspeed && !report.deepspeed->lines.empty()) {
     const DeepSpeedForecast& forecast = *report.deepspeed;
     if (text.sentence.empty()) text.sentence = deepspeed_sentence(forecast);
     text.tables.push_back(deepspeed_table(forecast));
-    runs.emplace_back(fmt::format("DeepSpeed {}, ZeRO-{}, {} on a node, forecast", forecast.version,
-                                  forecast.stage, ranks_text(forecast)),
-                      document_of(chart_of(forecast), report.budget));
+    draw(fmt::format("DeepSpeed {}, ZeRO-{}, {} on a node, forecast", forecast.version,
+                     forecast.stage, ranks_text(forecast)),
+         chart_of(forecast));
   }
   if (!has_only_forecast(report)) {
-    runs.emplace_back(fmt::format("{}, node {} of {}, predicted", strategy.strategy, node,
-                                  strategy.promise.nodes()),
-                      document_of(chart_of(strategy, node), report.budget));
+    draw(fmt::format("{}, node {} of {}, predicted", strategy.strategy, node,
+                     strategy.promise.nodes()),
+         chart_of(strategy, node));
   }
   std::vector<PageRun> drawn;
   for (const auto& [label, document] : runs) drawn.push_back({label, document});

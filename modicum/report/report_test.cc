@@ -275,8 +275,10 @@ TEST(PlanPage, DrawsDeepSpeedInPlaceOfTheLoad) {
         R"("name":"step_1")", R"("peak":{"at_s":2,"bytes":2306867200,)",
         R"("sentence":"does not fit: budget 2.15 GiB per node (flag), needed 2.15 GiB for )",
         R"(DeepSpeed, short by 1.00 MiB")", R"-("Budget":"2.15 GiB per node (flag)")-",
-        R"(["fp32 master","deepspeed","init","1000.00 MiB","500.00 MiB","5242880.00"])",
-        R"(["sum","fork","","200.00 MiB","100.00 MiB",)"}) {
+        R"(["fp32 master","deepspeed","init","1000.00 MiB","500.00 MiB","0 B","5242880.00"])",
+        R"(["sum","fork","","200.00 MiB","100.00 MiB",)",
+        R"(["sum","deepspeed","","1.95 GiB","1000.00 MiB","100.00 MiB",)",
+        R"(["sum of all","","epoch_2","2.15 GiB","1.07 GiB","100.00 MiB",)"}) {
     EXPECT_NE(page.find(part), std::string::npos) << part;
   }
   EXPECT_EQ(page.find("own-shard, node"), std::string::npos);
@@ -287,6 +289,25 @@ TEST(PlanPage, DrawsDeepSpeedInPlaceOfTheLoad) {
           .find(R"("sentence":"DeepSpeed 0.19.8, ZeRO-2, needs 1.17 GiB by init, 1.95 GiB by )"
                 R"(step_1, 2.15 GiB by epoch_2 on a node")"),
       std::string::npos);
+}
+
+TEST(PlanPage, WithoutJavaScriptHasTheAnswerAndTheFigures) {
+  const std::string page = page_of(plan_within(2199 * kMiB));
+  const size_t begin = page.find("<noscript>"), end = page.find("</noscript>");
+  ASSERT_LT(begin, end);
+  const std::string text = page.substr(begin, end - begin);
+  for (const char* part :
+       {"<p>does not fit: budget 2.15 GiB per node (flag), needed 2.15 GiB for DeepSpeed",
+        "<dt>Budget</dt><dd>2.15 GiB per node (flag)</dd>",
+        "<caption>DeepSpeed 0.19.8, ZeRO-2, 2 ranks on a node, forecast</caption>\n"
+        "<tr><th>phase</th><th>sum</th><th>master weights</th><th>program and libraries</th>",
+        "<tr><th>init</th><td>1.17 GiB</td><td>1000.00 MiB</td><td>200.00 MiB</td>",
+        "<tr><th>sum</th><td>deepspeed</td>"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+  }
+  PlanReport tricky = small_plan();
+  tricky.inputs = {{"Model", "<b>&"}};
+  EXPECT_NE(page_of(tricky).find("<dd>&lt;b>&amp;</dd>"), std::string::npos);
 }
 
 TEST(PlanPage, CarriesItsInputs) {

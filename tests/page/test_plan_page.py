@@ -44,6 +44,20 @@ def test_phases_are_those_of_the_plan(modicum: Path, gpt2: Path, tmp_path: Path)
     assert "node 0 of 2, predicted" in page.read_text()
 
 
+def test_the_title_is_the_users(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """Without JavaScript the page has the promised bytes of each phase, too."""
+    page = tmp_path / "plan.html"
+    plan = run_json(modicum, "plan", gpt2, "--report", page)
+    assert "<title>Predicted host memory of " in page.read_text()
+    run_json(modicum, "plan", gpt2, "--report", page, "--title", "GPT-2 <ours>")
+    text = page.read_text()
+    assert "<title>GPT-2 &lt;ours></title>" in text and "<h1>GPT-2 &lt;ours></h1>" in text
+    (static,) = re.findall(r"<noscript>(.*?)</noscript>", text, re.S)
+    for phase in strategy_of(plan, "own-shard")["nodes"][0]["phases"]:
+        assert f"<th>{phase['phase']}</th><td>{sizes(phase['bytes'])}</td>" in static
+    assert failure(modicum, 2, "plan", gpt2, "--title", "x")["category"] == "USAGE"
+
+
 def test_a_job_has_its_save_and_its_resume(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     plan = run_json(modicum, "plan", gpt2, *FLAGS, "--optimizer", "adamw:fp32", "--report", page)
