@@ -58,9 +58,11 @@ int run_diff(const Args& args, const Surroundings& at) {
       flags, at, [&] { return diff_json(report); }, [&] { return diff_text(report); });
   if (report.differences.empty()) return 0;
   const DiffReport::Difference& first = report.differences.front();
-  at.print_error(fmt::format(
-      "modicum: INTEGRITY: the checkpoints differ in {}, first in '{}' ({})\n",
-      counted(report.differences.size(), "tensor"), printable(first.tensor), first.kind));
+  const bool is_only_dtypes = report.equal_after_rounding() == report.differences.size();
+  at.print_error(
+      fmt::format("modicum: INTEGRITY: the checkpoints differ in {}, first in '{}' ({}){}\n",
+                  counted(report.differences.size(), "tensor"), printable(first.tensor), first.kind,
+                  is_only_dtypes ? "; all values are equal after rounding" : ""));
   return exit_code(Category::integrity);
 }
 

@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "modicum/json/json.h"
 #include "modicum/report/members.h"
 
@@ -26,11 +28,29 @@ std::string dtype_text(const DiffReport::Difference& difference) {
                             difference.count == 1 ? "differs" : "differ", difference.rounded_to);
 }
 
+std::string summary_of(const DiffReport& report) {
+  const uint64_t rounded = report.equal_after_rounding(), all = report.differences.size();
+  if (rounded == 0) return counted(all, "difference");
+  if (rounded == all) {
+    return fmt::format("{} {}; all values are equal after rounding", counted(rounded, "dtype"),
+                       rounded == 1 ? "differs" : "differ");
+  }
+  return fmt::format("{}, {} of dtype only: values are equal after rounding",
+                     counted(all, "difference"), rounded);
+}
+
 }  // namespace
+
+uint64_t DiffReport::equal_after_rounding() const noexcept {
+  return static_cast<uint64_t>(std::ranges::count_if(differences, [](const Difference& found) {
+    return !found.rounded_to.empty() && found.count == 0;
+  }));
+}
 
 std::string diff_json(const DiffReport& report) {
   JsonWriter out;
   out.begin_object().member("equal", report.differences.empty());
+  out.member("equal_after_rounding", report.equal_after_rounding() == report.differences.size());
   out.member("tensors_compared", report.tensors).member("bytes_compared", report.bytes);
   compared_members(out, report.with_record);
   out.key("differences").begin_array();
@@ -75,7 +95,7 @@ std::string diff_text(const DiffReport& report) {
   }
   return text + compared_text(report.with_record) +
          fmt::format("{}, {} compared: {}\n", counted(report.tensors, "tensor"),
-                     format_size(report.bytes), counted(report.differences.size(), "difference"));
+                     format_size(report.bytes), summary_of(report));
 }
 
 }  // namespace modicum

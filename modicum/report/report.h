@@ -318,6 +318,9 @@ struct DiffReport {
   uint64_t bytes = 0;          // compared, of A
   ComparedValues with_record;  // of the saved checkpoints among A and B
   std::vector<Difference> differences;
+
+  // The differences of dtypes alone: values were compared, and are equal after rounding.
+  uint64_t equal_after_rounding() const noexcept;
 };
 std::string diff_json(const DiffReport& report);
 std::string diff_text(const DiffReport& report);

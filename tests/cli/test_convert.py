@@ -714,6 +714,17 @@ def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_pat
     (line,) = [line for line in lines if line.startswith("differs:")]
     assert "; 2 values differ after rounding to float16, " in line
     assert line.endswith(f"the largest difference is {by:.6g} at [5, 9]")
+    end = ": 6 differences, 3 of dtype only: values are equal after rounding"
+    assert lines[-1].endswith(end) and not done.json["equal_after_rounding"]
+    for name in ("differs", "infinite", "ids"):
+        for path, tensors in (("a", a), ("b", b)):
+            tensors.pop(name)
+            safetensors.save_file(tensors, tmp_path / path / "model.safetensors")
+    text = run(modicum, "diff", tmp_path / "a", tmp_path / "b")
+    assert text.code == 12 and "(dtype); all values are equal after rounding" in text.stderr
+    assert text.stdout.endswith(" compared: 3 dtypes differ; all values are equal after rounding\n")
+    done = run(modicum, "diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert (done.code, done.json["equal"], done.json["equal_after_rounding"]) == (12, False, True)
 
 
 def test_every_flipped_bit_is_a_difference(modicum: Path, moe: Path, tmp_path: Path) -> None:
