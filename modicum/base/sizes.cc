@@ -126,7 +126,7 @@ std::string over_budget(uint64_t budget, uint64_t needed, std::string_view sourc
 }
 
 std::string counted(uint64_t count, std::string_view noun) {
-  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
+  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : noun.ends_with('s') ? "es" : "s");
 }
 
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {

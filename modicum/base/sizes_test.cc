@@ -22,6 +22,7 @@ TEST(Counted, HasThePluralOfAllButOne) {
   EXPECT_EQ(counted(0, "node"), "0 nodes");
   EXPECT_EQ(counted(1, "node"), "1 node");
   EXPECT_EQ(counted(2, "node"), "2 nodes");
+  EXPECT_EQ(counted(2, "process"), "2 processes");
 }
 
 TEST(ParseSize, HasUnitsOf1000AndOf1024) {

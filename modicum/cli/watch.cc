@@ -72,6 +72,7 @@ WatchTask task_of(const WatchFlags& flags, const Args& command) {
                  .restore_signals = restore_signal_actions};
   if (!flags.limit.empty()) {
     task.limit_bytes = parse_size(flags.limit);
+    task.limit_text = printable(flags.limit);
     if (*task.limit_bytes == 0) {
       fail(Category::usage, "--limit out of range",
            {.expected = "above 0", .got = printable(flags.limit)});

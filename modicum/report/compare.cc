@@ -142,7 +142,7 @@ std::string row(const std::string& what, uint64_t a, uint64_t b) {
                      signed_size(a, b));
 }
 
-// The rows of owners. If they aren't comparable, an owner that a run has not has no bytes there.
+// The rows of owners. If they aren't comparable, an owner that a run lacks has no bytes there.
 std::string owner_rows(const RunComparison& runs, const std::vector<std::string>& owners) {
   const Bytes &a = runs.a.owners, &b = runs.b.owners;
   std::string text;

@@ -119,7 +119,8 @@ KindsGrowth growth_of(const DoctorFacts& facts) {
     growth.most = &after;
   }
   constexpr double kLeastBytes = 1 * kMiB;
-  if (growth.total() * facts.between_s < kLeastBytes) growth.most = nullptr;
+  const double rate = growth.total();
+  if (rate * facts.between_s < kLeastBytes) growth.most = nullptr;
   return growth;
 }
 

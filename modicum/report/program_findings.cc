@@ -91,7 +91,7 @@ void add_heaps(const DoctorFacts& facts, Findings& found) {
   }
   const uint64_t arenas = program.kinds[MemoryKind::malloc_arenas];
   const uint64_t heap = program.kinds[MemoryKind::malloc_heap];
-  const std::string max = program.arena_max ? fmt::format("at most {} arenas", *program.arena_max)
+  const std::string max = program.arena_max ? "at most " + counted(*program.arena_max, "arena")
                                             : "MALLOC_ARENA_MAX not set";
   const bool has_few = program.arena_max && *program.arena_max <= 2;
   found.push_back({.id = "malloc_arenas",

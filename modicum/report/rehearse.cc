@@ -62,10 +62,9 @@ std::string rehearse_text(const RehearseReport& report) {
   text += fmt::format("state digest {}, model digest {}\n", digest_text(report.state_digest),
                       digest_text(report.model_digest));
   if (report.saved) {
-    text +=
-        fmt::format("saved as {} ({}); {} ranks resumed it, and their step has the same state\n",
-                    printable(report.saved->path), format_size(report.saved->written_bytes),
-                    report.saved->resume_ranks);
+    text += fmt::format("saved as {} ({}); {} resumed it, and the step has the same state\n",
+                        printable(report.saved->path), format_size(report.saved->written_bytes),
+                        counted(static_cast<uint64_t>(report.saved->resume_ranks), "rank"));
   }
   return text + warnings_text(report.checkpoint.warnings);
 }

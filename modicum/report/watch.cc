@@ -25,6 +25,12 @@ std::string name_of(const WatchedProcess& process) {
   return name_of(process.name, process.pid, process.rank);
 }
 
+// "500.00 MiB"; "1200MiB (1.17 GiB)" if the user has written the size in another way.
+std::string size_as_given(const std::string& text, uint64_t bytes) {
+  const std::string size = format_size(bytes);
+  return text.empty() || parse_size(size) == bytes ? size : fmt::format("{} ({})", text, size);
+}
+
 void text_or_null(JsonWriter& out, std::string_view key, const std::string& text) {
   out.key(key);
   if (text.empty()) {
@@ -278,8 +284,10 @@ std::string killed_text(const WatchRecord& record) {
       "held {}, all processes of the command {}, and {} of page cache were in use.",
       name_of(kill.name, kill.pid, kill.rank), kill.at_s,
       kill.phase.empty() ? "" : fmt::format(", during `{}`,", kill.phase), kill.limit_source,
-      format_size(kill.limit_bytes), format_size(kill.held_bytes),
-      format_size(kill.tree_held_bytes), format_size(kill.page_cache_bytes));
+      record.limit_bytes ? size_as_given(record.limit_text, kill.limit_bytes)
+                         : format_size(kill.limit_bytes),
+      format_size(kill.held_bytes), format_size(kill.tree_held_bytes),
+      format_size(kill.page_cache_bytes));
   if (kill.grew_bytes > 0) {
     const std::string mostly =
         kill.grew_owner.empty() ? "" : fmt::format(", mostly {}", owner_words(kill.grew_owner));
@@ -296,7 +304,9 @@ std::string watch_text(const WatchRecord& record) {
   std::string text =
       fmt::format("\nmodicum watch: peak {} after {:.1f} of {:.1f} s",
                   format_size(record.peak_bytes), record.peak_at_s, record.elapsed_s);
-  if (record.limit_bytes) text += fmt::format(", limit {}", format_size(*record.limit_bytes));
+  if (record.limit_bytes) {
+    text += fmt::format(", limit {}", size_as_given(record.limit_text, *record.limit_bytes));
+  }
   if (!record.phases.empty() || record.may_have_missed_peak()) text += ": " + peak_cause(record);
   text += "\nheld at the peak:\n";
   size_t lines = 0;
@@ -308,7 +318,8 @@ std::string watch_text(const WatchRecord& record) {
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {
-    text += fmt::format("{} process(es) of the command are still running\n", record.left_running);
+    text += fmt::format("still running: {} of the command\n",
+                        counted(static_cast<uint64_t>(record.left_running), "process"));
   }
   if (record.killed) text += fmt::format("killed: {}\n", killed_text(record));
   if (const std::string growth = growth_text(record); !growth.empty()) text += growth + "\n";

@@ -122,6 +122,20 @@ TEST(WatchReport, TheCauseOfAPeakBetweenPhasesNamesThePhaseBefore) {
   EXPECT_TRUE(peak_cause(record).starts_with("after `load`, rank 0 (pid 6) held"));
 }
 
+TEST(WatchReport, TheLimitIsTheUsersFigureIfItsSizeIsRounded) {
+  WatchRecord record = recorded();
+  record.limit_bytes = 1200 * kMiB;
+  record.limit_text = "1200MiB";
+  record.killed = {.pid = 6, .limit_bytes = 1200 * kMiB, .limit_source = "--limit"};
+  EXPECT_NE(watch_text(record).find(", limit 1200MiB (1.17 GiB)"), std::string::npos);
+  EXPECT_NE(killed_text(record).find("--limit allows 1200MiB (1.17 GiB)."), std::string::npos);
+  record.limit_bytes = kGiB;
+  record.limit_text = "1024M";
+  EXPECT_NE(watch_text(record).find(", limit 1.00 GiB"), std::string::npos);
+  record.left_running = 1;
+  EXPECT_NE(watch_text(record).find("still running: 1 process of"), std::string::npos);
+}
+
 TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
   WatchRecord record = recorded();
   record.peak_at_most_bytes = record.peak_bytes + 4 * kMiB;
@@ -162,7 +176,8 @@ TEST(WatchReport, NamesWhatGrowsAndWhatToRunNext) {
       "python (pid 7) grew by 8.00 MiB per second for the last 5.0 s before its peak, of which "
       "malloc's main heap 8.00 MiB");
   const std::string text = watch_text(record);
-  EXPECT_NE(text.find(growth_text(record) + "\nnext: blocks below"), std::string::npos) << text;
+  EXPECT_NE(text.find(growth_text(record) + "\nnext: small blocks, and tensors"), std::string::npos)
+      << text;
   EXPECT_NE(text.find("`modicum doctor --pid PID` with the PID of python (here 7) tells"),
             std::string::npos)
       << text;

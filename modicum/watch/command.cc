@@ -252,7 +252,8 @@ class Watcher {
   }
 
   WatchRecord finish() {
-    WatchRecord record{.command = task_.command, .limit_bytes = task_.limit_bytes};
+    WatchRecord record{
+        .command = task_.command, .limit_bytes = task_.limit_bytes, .limit_text = task_.limit_text};
     record.exit_code = WIFSIGNALED(*status_) ? 128 + WTERMSIG(*status_) : WEXITSTATUS(*status_);
     record.elapsed_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond;
     record.killed = killed_;

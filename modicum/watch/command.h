@@ -15,6 +15,7 @@ struct WatchTask {
   std::vector<std::string> command;     // looked up in PATH
   bool is_stdout_for_us = false;        // true: the command's stdout goes to stderr
   std::optional<uint64_t> limit_bytes;  // of a memory cgroup that is made for the command
+  std::string limit_text;               // as the user has written it
   bool ends_with_us = false;            // true: the kernel kills the command if this process ends
   // Called in the forked process before exec. Restores the signal settings that the caller changed.
   std::function<void()> restore_signals = [] {};

@@ -127,6 +127,7 @@ struct WatchRecord {
   std::vector<WatchedPhase> phases;           // sorted by begin
   std::optional<MemoryPressure> pressure;     // while the command ran
   std::optional<uint64_t> limit_bytes;        // --limit
+  std::string limit_text;                     // its words
   std::optional<uint64_t> group_limit_bytes;  // the lowest limit of the watcher's cgroups
   std::optional<uint64_t> budget_bytes;       // the largest that a process has reported
   std::optional<WatchedKill> killed;

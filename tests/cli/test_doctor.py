@@ -214,7 +214,7 @@ def test_arenas_of_malloc_are_found(modicum: Path, tmp_path: Path) -> None:
     assert 128 * MIB <= many["malloc_arenas"]["value"] <= 140 * MIB
     assert "MALLOC_ARENA_MAX not set" in many["malloc_arenas"]["summary"]
     assert one["malloc_arenas"]["value"] == 0
-    assert "at most 1 arenas" in one["malloc_arenas"]["summary"]
+    assert "at most 1 arena" in one["malloc_arenas"]["summary"]
     assert one["malloc_heap"]["value"] - many["malloc_heap"]["value"] >= 100 * MIB
 
 

@@ -21,6 +21,7 @@ from modicum.memory.holders import (
 
 _MIB = 1 << 20
 _ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS)
+_NOT_TENSORS = ("process, otherwise", "children's own", "shared memory", "page tables")
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,11 @@ class Attribution:
         }
 
     def text(self) -> str:
-        """A table in MiB, held and copied; with parameters also in bytes per parameter. Then the
-        kinds of memory of this process."""
+        """A table in MiB, held and copied; with parameters also in bytes per parameter. Rows of
+        0.0 are left out if they are of no tensor. Then the kinds of memory of this process."""
         processes = f"{self.processes} processes, {self.forked} of them forked"
+        if self.processes == 1:
+            processes = "1 process"
         if self.params:
             lines = [f"{self.params:,} parameters, {processes}"]
             lines += [f"{'':24}{'held':>21}{'copied by forks':>21}"]
@@ -111,6 +114,8 @@ class Attribution:
         rows += [("before", self.baseline_bytes, 0), ("unexplained", self.unexplained_bytes, 0)]
         rows.append(("total", self.total_bytes - self.copied_bytes, self.copied_bytes))
         for name, *sizes in rows:
+            if name in (*_NOT_TENSORS, "before") and max(sizes) < _MIB / 20:
+                continue
             lines.append(f"{name:24}{''.join(map(self._figures, sizes))}")
         if self.kinds:
             largest = sorted(self.kinds.items(), key=lambda kind: -kind[1])
@@ -223,9 +228,10 @@ def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
         sum(own_bytes + copied for own_bytes, copied in tree["ranges"]) + rest_own + rest_copied
     )
     anon = sum(process["anon_bytes"] for process in processes)
-    return [
-        Owner("process, otherwise", 0, rest_copied),
-        Owner("children's own", max(0, anon - counted) if len(processes) > 1 else 0),
-        Owner("shared memory", sum(process["shmem_bytes"] for process in processes)),
-        Owner("page tables", sum(process["page_table_bytes"] for process in processes)),
+    sizes = [
+        (0, rest_copied),
+        (max(0, anon - counted) if len(processes) > 1 else 0,),
+        (sum(process["shmem_bytes"] for process in processes),),
+        (sum(process["page_table_bytes"] for process in processes),),
     ]
+    return [Owner(name, *size) for name, size in zip(_NOT_TENSORS, sizes, strict=True)]
