@@ -59,6 +59,9 @@ def test_weights_of_dcp_are_those_that_torch_reads(tmp_path: Path) -> None:
     assert {f"model.{name}" for name in found} == expected.keys()
     assert all(torch.equal(of, expected[f"model.{name}"]) for name, of in found.items())
     assert "left out" in done.stderr and [*tmp_path.iterdir()] == [out]
+    begin = f"modicum: {DCP}: weights of torch.distributed.checkpoint imported for {out} in "
+    assert done.stderr.startswith(begin)
+    assert ".import-" not in done.stdout + done.stderr, "a directory that is gone"
 
 
 def test_float32_of_zero_are_the_masters(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_a_failed_conversion_continues(tmp_path: Path) -> None:
     assert "keeps the imported weights" in command(*words).stderr
     assert commit.stat().st_mtime_ns == made
     done = command("convert", ZERO, out)
-    assert done.code == 0 and "DeepSpeed written" not in done.stderr
+    assert done.code == 0 and "imported for" not in done.stderr
     assert not kept.exists()
 
 

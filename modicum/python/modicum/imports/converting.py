@@ -12,6 +12,7 @@ from modicum import _modicum
 from modicum.errors import Error, failure
 from modicum.imports.importing import NO_OPTIMIZER, import_checkpoint
 from modicum.imports.kinds import recognised
+from modicum.imports.report import remainder_text
 from modicum.program import is_quiet, refusal, report_error, run, sigterm_raises
 
 SWITCHES = frozenset(
@@ -66,31 +67,37 @@ def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str
     out = _out(words[at + 1 :])
     if os.path.lexists(out):
         raise failure("CONFLICT", "the output exists already", file=out.name, expected="a new path")
-    # A checkpoint in float32: the program casts it, and counts values that the dtype cannot hold.
-    dtype = "float32" if "--dtype" in _values(words) else None
-    root = out.absolute().parent / f".{out.name}.import-{_identity(directory, dtype)}"
+    root = out.absolute().parent / f".{out.name}.import-{_identity(directory, _dtype(words))}"
     checkpoint = root / "step-0"
     if not (checkpoint / "COMMIT").is_file():
         try:
-            _import(directory, root, dtype, words)
+            _import(directory, out, root, words)
         finally:
             if root.is_dir() and not any(root.iterdir()):  # the import has failed
                 _modicum.remove_tree(root)
     return root, str(checkpoint)
 
 
-def _import(directory: Path, root: Path, dtype: str | None, words: Sequence[str]) -> None:
-    """Imports the weights as step 0 of `root`, and prints the report on stderr."""
+def _import(directory: Path, out: Path, root: Path, words: Sequence[str]) -> None:
+    """Imports the weights as step 0 of `root`, and reports it on stderr with the user's paths,
+    since `root` is removed after the conversion."""
     budget = _values(words).get("--budget")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are in the report
         report = import_checkpoint(
-            directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=dtype, budget=budget
+            directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=_dtype(words), budget=budget
         )
     for warning in report.warnings:
         print(f"modicum: {warning}", file=sys.stderr)
     if not is_quiet(words):
-        print(f"modicum: {report}", file=sys.stderr)
+        what = f"weights of {report.kind} imported for {out} in {report.elapsed_s:.2f} s"
+        print(f"modicum: {directory}: {what}; {remainder_text(report)}", file=sys.stderr)
+
+
+def _dtype(words: Sequence[str]) -> str | None:
+    """The dtype of the imported checkpoint: float32 if the program casts it, so that it counts
+    values that the new dtype cannot hold."""
+    return "float32" if "--dtype" in _values(words) else None
 
 
 def _identity(directory: Path, dtype: str | None) -> str:

@@ -45,7 +45,13 @@ class ImportReport:
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.written_bytes / _MIB:.2f} MiB of {self.kind} written and visible "
-            f"after {self.elapsed_s:.2f} s; the process held at most "
-            f"{self.held_bytes / _MIB:.2f} MiB, {self.promised_bytes / _MIB:.2f} MiB predicted"
-            f"{left_out_text(self.left_out)}"
+            f"after {self.elapsed_s:.2f} s; {remainder_text(self)}"
         )
+
+
+def remainder_text(report: ImportReport) -> str:
+    """The end of a report's text: the memory of the process, and the names left out."""
+    return (
+        f"the process held at most {report.held_bytes / _MIB:.2f} MiB, "
+        f"{report.promised_bytes / _MIB:.2f} MiB predicted{left_out_text(report.left_out)}"
+    )
