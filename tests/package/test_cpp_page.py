@@ -43,11 +43,10 @@ target_link_libraries(loader PRIVATE modicum::stream)
 """
 
 
-def block(language: str) -> str:
-    """The one block of this language on the page."""
+def block(language: str, at: int = 0) -> str:
+    """A block of this language on the page: the load, or at 1 the list of tensors."""
     page = (ROOT / "docs/reference/cpp.md").read_text()
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
-    return text
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)[at]
 
 
 def checked(*command: str | Path) -> str:
@@ -56,10 +55,10 @@ def checked(*command: str | Path) -> str:
     return result.stdout
 
 
-def configured(project: Path, cmake_lists: str, *options: str) -> str:
+def configured(project: Path, cmake_lists: str, *options: str, program: str = "") -> str:
     """Writes a project with the page's program and configures it, with Makefiles, in `build`."""
     (project / "CMakeLists.txt").write_text(cmake_lists)
-    (project / "shards.cc").write_text(block("cpp"))
+    (project / "shards.cc").write_text(program or block("cpp"))
     makefiles = ("-G", "Unix Makefiles")
     return checked("cmake", "-S", project, "-B", project / "build", *makefiles, *options)
 
@@ -137,6 +136,27 @@ def test_pkg_config_names_the_installed_libraries(prefix, model, tmp_path):
     inside = f"cd {tmp_path} && export PKG_CONFIG_PATH={prefix}/lib/pkgconfig"
     checked("sh", "-c", f"{inside} && {command} -O0")
     assert_loads(tmp_path / "shards", model)
+
+
+def test_the_lower_room_lists_the_tensors(modicum, prefix, model, tmp_path):
+    """The room that the page names suffices: no other library of ours is linked."""
+    (room,) = re.findall(
+        r"link `modicum::(\w+)` instead", (ROOT / "docs/reference/cpp.md").read_text()
+    )
+    lists = block("cmake").replace("modicum::stream", f"modicum::{room}")
+    lists = lists.replace(
+        "add_subdirectory(modicum EXCLUDE_FROM_ALL)", "find_package(modicum REQUIRED)"
+    )
+    options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
+    configured(tmp_path, lists, *options, program=block("cpp", at=1))
+    checked("cmake", "--build", tmp_path / "build")
+    lines = checked(tmp_path / "build/shards", model).splitlines()
+    stored = run_json(modicum, "inspect", model)["tensors"]
+    assert lines == [
+        "{name}: {dtype} {shape}, bytes {begin} to {end} of {file}".format(**of) for of in stored
+    ]
+    used = (tmp_path / "build/CMakeFiles/shards.dir/link.txt").read_text()
+    assert not re.search(r"libmodicum_(stream|plan|kernels|layout|recipe)\b", used), used
 
 
 @pytest.mark.soak
