@@ -4,7 +4,9 @@ newest checkpoint of a run, trains, and saves. Modicum's lines end in `# modicum
     torchrun --nproc-per-node 4 examples/tensor_parallel.py DIRECTORY --tp 2 --checkpoints RUN
 
 DIRECTORY is a Hugging Face checkpoint of a dense model whose layers have the names of Llama's, such
-as Llama, Mistral, Qwen2 or Qwen3. Runs on CPUs and GPUs.
+as Llama, Mistral, Qwen2 or Qwen3; with --vision-language of a model that has such a language model,
+as Qwen2.5-VL, which is divided, while the ranks of a "tp" group replicate the vision encoder. Runs
+on CPUs and GPUs.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import modicum.torch  # modicum
 
@@ -44,19 +46,24 @@ STYLES = {
 OPTIONAL = {"model.layers.*.self_attn.[qk]_norm", "lm_head"}  # not in all of these families
 
 
-def sharded_model(directory: str, dtype: torch.dtype, mesh: DeviceMesh) -> torch.nn.Module:
+def sharded_model(
+    directory: str, dtype: torch.dtype, mesh: DeviceMesh, vision_language: bool
+) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(directory)
+    auto = AutoModelForImageTextToText if vision_language else AutoModelForCausalLM
     with modicum.torch.empty_parameters():  # modicum
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto.from_config(config, dtype=dtype)
+    language = "model.language_model" if vision_language else "model"
+    names_of = {name: name.replace("model.", f"{language}.", 1) for name in STYLES}
     # torch matches a pattern level by level and shards nothing where it fits none; fnmatch's `*`
     # also spans dots, so give patterns with all levels.
     names = [name for name, _ in model.named_modules()]
-    plan = {name: style for name, style in STYLES.items() if fnmatch.filter(names, name)}
-    if unmatched := STYLES.keys() - plan.keys() - OPTIONAL:
-        sys.exit(f"no module of {type(model).__name__} has the name {', '.join(sorted(unmatched))}")
-    parallelize_module(model, mesh["tp"], plan)
+    matched = {name for name in STYLES if fnmatch.filter(names, names_of[name])}
+    if missing := sorted(names_of[name] for name in STYLES.keys() - matched - OPTIONAL):
+        sys.exit(f"no module of {type(model).__name__} has the name {', '.join(missing)}")
+    parallelize_module(model, mesh["tp"], {names_of[name]: STYLES[name] for name in matched})
     model.tie_weights()  # embedding and head, if the model ties them: they were sharded separately
-    for block in model.model.layers:
+    for block in model.get_submodule(language).layers:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return model
@@ -67,7 +74,8 @@ def run(options: argparse.Namespace, device: str) -> list[float]:
     mesh = init_device_mesh(
         device, (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp")
     )
-    model = sharded_model(options.directory, getattr(torch, options.dtype), mesh)
+    dtype = getattr(torch, options.dtype)
+    model = sharded_model(options.directory, dtype, mesh, options.vision_language)
     optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-3)  # modicum
     first = 0
     if options.run and any(Path(options.run).glob("step-*/COMMIT")):
@@ -85,7 +93,8 @@ def run(options: argparse.Namespace, device: str) -> list[float]:
     for step in range(first, options.steps):
         # The ranks of one "tp" group get the same batch.
         generator = torch.Generator().manual_seed(1000 * step + mesh["dp"].get_local_rank())
-        tokens = torch.randint(model.config.vocab_size, (2, 32), generator=generator).to(device)
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = torch.randint(vocabulary, (2, 32), generator=generator).to(device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.clip_grad_norm_(1.0)  # modicum
@@ -104,6 +113,9 @@ def run(options: argparse.Namespace, device: str) -> list[float]:
 def options_of(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("directory")
+    parser.add_argument(
+        "--vision-language", action="store_true", help="as Qwen2.5-VL; trains on text"
+    )
     parser.add_argument("--tp", type=int, default=2, help="ranks that divide each matrix")
     parser.add_argument("--checkpoints", dest="run", help="resume from this run, and save into it")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

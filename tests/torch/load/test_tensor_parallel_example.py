@@ -14,8 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from families import QWEN_VISION  # noqa: E402
 from ranks import Ranks, example  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 STEPS = 3
 TIE = "tie_word_embeddings"
@@ -30,22 +31,30 @@ EVEN = {
 }
 
 
-def trained(directory: str, run: str, steps: int) -> list[float]:
+VISION = QWEN_VISION | {
+    "hidden_size": 24,
+    "out_hidden_size": EVEN["hidden_size"],
+    "intermediate_size": 29,
+}
+
+
+def trained(directory: str, run: str, steps: int, flags: tuple[str, ...] = ()) -> list[float]:
     """An act: the losses of the example."""
     program = example("tensor_parallel")
-    words = [directory, "--dtype", "float32", "--checkpoints", run, "--steps", str(steps)]
+    words = [directory, "--dtype", "float32", "--checkpoints", run, "--steps", str(steps), *flags]
     return program.run(program.options_of(words), "cpu")
 
 
-def by_one_process(directory: str) -> tuple[list[float], Any]:
+def by_one_process(directory: str, auto: Any = AutoModelForCausalLM) -> tuple[list[float], Any]:
     """(the mean loss of both batches of each step, the model after the last step)"""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = auto.from_pretrained(directory, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
         for dp in range(2):
             generator = torch.Generator().manual_seed(1000 * step + dp)
-            tokens = torch.randint(model.config.vocab_size, (2, 32), generator=generator)
+            vocabulary = model.config.get_text_config().vocab_size
+            tokens = torch.randint(vocabulary, (2, 32), generator=generator)
             loss = model(input_ids=tokens, labels=tokens).loss
             (loss / 2).backward()
             losses.append(loss.item())
@@ -53,6 +62,13 @@ def by_one_process(directory: str) -> tuple[list[float], Any]:
         optimizer.step()
         optimizer.zero_grad()
     return [sum(losses[at : at + 2]) / 2 for at in range(0, len(losses), 2)], model
+
+
+def assert_saved(run: str, model: Any, auto: Any) -> None:
+    """The run's last checkpoint has the model's values."""
+    saved = auto.from_pretrained(f"{run}/step-{STEPS}").state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.soak)])
@@ -64,9 +80,22 @@ def test_it_trains_as_one_process_does(four: Ranks, tmp_path: Path, tied: bool) 
     resumed = four.ask(trained, directory=directory, run=run, steps=STEPS)
     for before, after in zip(losses, resumed, strict=True):
         assert before + after == pytest.approx(expected, rel=1e-5)
-    saved = AutoModelForCausalLM.from_pretrained(f"{run}/step-{STEPS}").state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=2e-5, msg=name)
+    assert_saved(run, model, AutoModelForCausalLM)
+
+
+def test_a_vision_language_model_trains_as_one_process_does(four: Ranks, tmp_path: Path) -> None:
+    """The same, of a model whose layers have other names, and whose encoder is replicated."""
+    directory, run = str(tmp_path / "model"), str(tmp_path / "run")
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = {"text_config": EVEN | {"num_hidden_layers": 2, "rope_parameters": rope}, TIE: False}
+    config["vision_config"] = VISION
+    four.ask("write", directory=directory, family="qwen2_5_vl", config=config)
+    expected, model = by_one_process(directory, AutoModelForImageTextToText)
+    flags = ("--vision-language",)
+    losses = four.ask(trained, directory=directory, run=run, steps=STEPS, flags=flags)
+    for one in losses:
+        assert one == pytest.approx(expected, rel=1e-5)
+    assert_saved(run, model, AutoModelForImageTextToText)
 
 
 IMPORTS = """
