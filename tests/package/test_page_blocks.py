@@ -140,9 +140,7 @@ RUN_BY = {
     ],
     "docs/guide/save.md": [
         ("extra_per_rank", SAVES + "save_and_resume"),
-        ("COMMIT", SAVES + "save_and_resume"),
-        ("async_save", SAVES + "save_and_resume"),
-        ("save_on_sigterm", SAVES + "of_preemption"),
+        ("COMMIT", SAVES + "of_a_restart"),
         ("SaveOnSigtermCallback", SAVES + "of_preemption"),
         ("modicum verify", COMMANDS),
         ("modicum rehearse", COMMANDS),
