@@ -89,7 +89,8 @@ int run_plan(const Args& args, const Surroundings& at) {
           ->type_name("FILE");
   app.add_option("--title", title, "the title of --report's page; default: it names the model")
       ->type_name("TEXT")
-      ->needs(report_flag);
+      ->needs(report_flag)
+      ->group(kRareFlags);
   app.add_flag("--compare", compares,
                "show every strategy; default: only that of --strategy (--json has all)");
   add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
