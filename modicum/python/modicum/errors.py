@@ -135,5 +135,5 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
 
 def counted(count: int, noun: str, *, verb: bool = False) -> str:
     """`1 tensor` or `2 tensors`; with `verb`: `1 tensor is` or `2 tensors are`."""
-    text = f"{count} {noun}" + ("" if count == 1 else "s")
+    text = f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
     return f"{text} {'is' if count == 1 else 'are'}" if verb else text

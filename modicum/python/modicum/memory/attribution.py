@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modicum import _modicum
+from modicum.errors import counted
 from modicum.memory import arguments
 from modicum.memory.holders import (
     GRADIENT,
@@ -101,9 +102,9 @@ class Attribution:
     def text(self) -> str:
         """A table in MiB, held and copied; with parameters also in bytes per parameter. Rows of
         0.0 are left out if they are of no tensor. Then the kinds of memory of this process."""
-        processes = f"{self.processes} processes, {self.forked} of them forked"
-        if self.processes == 1:
-            processes = "1 process"
+        processes = counted(self.processes, "process")
+        if self.processes > 1:
+            processes += f", {self.forked} of them forked"
         if self.params:
             lines = [f"{self.params:,} parameters, {processes}"]
             lines += [f"{'':24}{'held':>21}{'copied by forks':>21}"]

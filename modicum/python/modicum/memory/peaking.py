@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
+from modicum.errors import counted
 from modicum.memory import arguments
 from modicum.memory.attribution import Attribution, Owner, attributed
 
@@ -66,7 +67,7 @@ class Peaks:
 
     def text(self) -> str:
         """The table of the attribution with the most bytes, then the peak of each owner in MiB."""
-        lines = [self.largest.text(), "", f"peaks of {self.samples} samples, in MiB"]
+        lines = [self.largest.text(), "", f"peaks of {counted(self.samples, 'sample')}, in MiB"]
         lines.append(f"{'':24}{'held':>11}{'copied by forks':>21}")
         for owner in self.owners:
             held_mib, copied_mib = owner.held_bytes / (1 << 20), owner.copied_bytes / (1 << 20)

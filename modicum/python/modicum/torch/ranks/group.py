@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from modicum._modicum import Board
-from modicum.errors import Error, from_json, refusal
+from modicum.errors import Error, counted, from_json, refusal
 from modicum.torch.ranks.documents import document_of, document_with, first_line
 from modicum.torch.ranks.exchange import Exchange
 from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, ranks_per_node
@@ -461,7 +461,7 @@ class Ranks:
             place = self._exchange.peer if self._exchange else None
             why = first_line(error)
             if place is None:
-                others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
+                others = f"{counted(len(self._members) - 1, 'rank')} of its exchange"
                 what = f"rank {self.rank} could not connect to {others}: {why}"
                 raise from_json(document_with("PEER", what, rank=self.rank)) from None
             peer = self._members[place]
