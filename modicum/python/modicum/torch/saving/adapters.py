@@ -9,7 +9,7 @@
 import copy
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,24 @@ CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"
 
 
-def only_adapters(model: Model, asked: bool | None) -> bool:
-    """Whether a save writes only the adapters. `asked`: the argument `adapters`; None: only the
-    adapters if the model is a PeftModel that trains nothing else."""
-    if asked is None:
-        return _is_wrapped(model.module) and not _trained_besides(model, names_of_peft(model))
-    if asked and not _is_wrapped(model.module):
-        got = class_before_sharding(model.module).__name__
-        raise refusal("USAGE", "adapters", expected="a PeftModel", got=got)
-    if asked and (others := _trained_besides(model, names_of_peft(model))):
+def adapter_names(model: Model, asked: bool | None) -> dict[str, str] | None:
+    """If a save writes only the adapters: the model's name of each tensor of PEFT's file, by its
+    name there; else None. `asked`: the argument `adapters`; None: only the adapters if the model is
+    a PeftModel that trains nothing else."""
+    if not _is_wrapped(model.module):
+        if asked:
+            got = class_before_sharding(model.module).__name__
+            raise refusal("USAGE", "adapters", expected="a PeftModel", got=got)
+        return None
+    if asked is False:
+        return None
+    names = names_of_peft(model)
+    others = _trained_besides(model, names)
+    if asked and others:
         what = "this tensor is trained, but PEFT's file lacks it: SaveOptions(adapters=False) "
         what += "saves all tensors"
         raise refusal("UNSUPPORTED", what, tensor=others[0])
-    return asked
+    return None if others else names
 
 
 def why_not_alone(module: nn.Module) -> str | None:
@@ -153,11 +158,12 @@ def config_text(module: Any) -> str:
         return (Path(folder) / CONFIG).read_text("utf-8")
 
 
-def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
-    """The goal of PEFT's file, made of tensors of the model. Collective."""
+def goal_of_adapters(model: Model, names: Mapping[str, str], ranks: Ranks) -> Goal:
+    """The goal of PEFT's file, made of tensors of the model. Collective. `names`: as of
+    `adapter_names`."""
     require_values(model)
     targets: dict[str, Node] = {}
-    for name, model_name in names_of_peft(model).items():
+    for name, model_name in names.items():
         tensor = model.tensors[model_name].tensor
         targets[name] = caller(dtype_name(tensor.dtype), [*tensor.shape])
     nothing = _modicum.open_checkpoint(None)
@@ -166,11 +172,13 @@ def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
     return Goal(nothing, _modicum.make_recipe(nothing, text), memories, [], text=text)
 
 
-def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """The `Writing` of the adapters' tensors into PEFT's file."""
+def writing_of_adapters(
+    model: Model, names: Mapping[str, str], goal: Goal, ranks: Ranks, form: Form
+) -> Writing:
+    """The `Writing` of the adapters' tensors into PEFT's file. `names`: as of `adapter_names`."""
     shardings = Shardings()
     tensors = []
-    for name in names_of_peft(model).values():
+    for name in names.values():
         entry = model.tensors[name]
         sharding = shardings.of(entry.tensor, name).unpadded()
         tensors.append(

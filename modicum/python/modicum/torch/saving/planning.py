@@ -42,6 +42,8 @@ class SaveRequest:
     extra: Any
     per_rank: Any
     sigterm: Sigterm = field(default_factory=Sigterm)
+    adapter_names: Mapping[str, str] | None = None
+    """As of `adapters.adapter_names`, once it is known what the files hold."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "step", integer("step", self.step, 0))
@@ -120,8 +122,8 @@ def plan_of(
     """
     names = model.names
     texts = [] if ask.common is None else [(COMMON, ask.common)]
-    if ask.form.adapters:
-        writing = writing_of_adapters(model, goal, ranks, ask.form)
+    if ask.adapter_names is not None:
+        writing = writing_of_adapters(model, ask.adapter_names, goal, ranks, ask.form)
         texts.append((CONFIG, config_text(model.module)))
     else:
         writing = writing_of_model(model, goal, ranks, ask.form)

@@ -23,7 +23,7 @@ from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
+from modicum.torch.saving.adapters import adapter_names, goal_of_adapters
 from modicum.torch.saving.background import AsyncSave
 from modicum.torch.saving.planning import PlannedSave, SaveRequest, plan_of
 from modicum.torch.saving.report import SaveReport
@@ -198,10 +198,11 @@ def _begun(
     require_defined(whole)
     flight.hold(_read(whole, optimizer))
     ranks.agree_on(ask.facts() | {"argument optimizer": _kind(optimizer)} | whole.facts())
-    only = only_adapters(whole, ask.form.adapters)
-    ask = replace(ask, form=replace(ask.form, adapters=only))
-    if only:
-        goal = goal_of_adapters(whole, ranks)
+    names = adapter_names(whole, ask.form.adapters)
+    form = replace(ask.form, adapters=names is not None)
+    ask = replace(ask, form=form, adapter_names=names)
+    if names is not None:
+        goal = goal_of_adapters(whole, names, ranks)
     else:
         goal = goal_of(whole, ranks, ask.form.source, origin_of(model), ask.form.unused)
     return OpenSave(plan_of(ask, whole, goal, optimizer, ranks), ranks, flight)
