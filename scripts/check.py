@@ -36,8 +36,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # or, on the left, a name that ends in _bytes, _numel or _count.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
-# What makes, removes, renames or copies names may follow a link out of the checkpoint's directory.
-# Only the functions in these files take care of that; all other code calls them.
+# Code that creates, removes, renames or copies a file may follow a link out of the checkpoint's
+# directory. Only the functions in these files prevent that; all other code calls them.
 CHANGES_FILES = re.compile(r"modicum/io/posix_\w+\.cc")
 CXX_CHANGE = re.compile(
     r"(?<![\w>.:])(?:::)?(?:(?:unlink|mkdir|symlink|link)(?:at)?|rmdir|renameat2?)\("
