@@ -5,7 +5,7 @@
 # Sources, pages and the tests' files are UTF-8 in any locale.
 export PYTHONUTF8 := 1
 .PHONY: help demo build test check tidy tidy-all bench soak conformance conformance-wheels format \
-  wheel wheels mutants generated-mutants clean
+  wheel wheels release mutants generated-mutants clean
 
 STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
@@ -24,6 +24,7 @@ help:
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make wheels   the wheels and the sdist of a release, in dist/wheels/'
+	@echo 'make release VERSION=X.Y.Z  the tag of a release, if the commit is ready for it'
 	@echo 'make format   formats the C++ sources'
 	@echo 'make clean    removes build/ and dist/'
 
@@ -82,6 +83,7 @@ check-style:
 	@scripts/stage.sh 'check, tests of the rules of skips' python3 scripts/check_skips_test.py
 	@scripts/stage.sh 'check, tests of changed_sources' python3 scripts/changed_sources_test.py
 	@scripts/stage.sh 'check, tests of soak' python3 scripts/soak_test.py
+	@scripts/stage.sh 'check, tests of release' python3 scripts/release_test.py
 	@scripts/stage.sh 'check, tests of mutants' python3 scripts/mutants_test.py
 	@scripts/stage.sh 'check, tests of same_as' python3 scripts/same_as_test.py
 
@@ -130,6 +132,10 @@ generated-mutants:
 wheel:
 	@scripts/packages.sh build python
 	@scripts/wheel.sh dist
+
+# VERSION=X.Y.Z: the signed tag, if the commit is ready for it.
+release:
+	@python3 scripts/release.py '$(VERSION)'
 
 wheels:
 	@scripts/packages.sh python wheels

@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""release.py: a commit that is not ready gets no tag, and each reason is named."""
+
+import contextlib
+import io
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import release
+import soak
+
+
+class Release(unittest.TestCase):
+    """A repository that is ready for version 1.2.3."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        (self.root / soak.PAGE).parent.mkdir()
+        self.git("init", "-q")
+        self.git("config", "user.name", "a")
+        self.git("config", "user.email", "a@b")
+        self.git("config", "tag.gpgSign", "false")
+        self.write("CMakeLists.txt", "project(modicum VERSION 1.2.3 LANGUAGES CXX)\n")
+        self.write("CHANGELOG.md", "# Changelog\n\n## [1.2.3] - 2026-01-02\n\nSaves are faster.\n")
+        self.commit()
+        self.rows = {part: self.row(part, self.head()) for part in soak.PARTS}
+        self.write_rows()
+
+    def git(self, *arguments: str) -> str:
+        return release.git(self.root, *arguments)
+
+    def head(self) -> str:
+        return self.git("rev-parse", "--short=10", "HEAD")
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).write_text(text)
+
+    def commit(self) -> None:
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", "a")
+
+    @staticmethod
+    def row(part: str, commit: str, result: str = "ok") -> str:
+        return f"| 2026-01-01 | {part} | {commit} | CPU | 1 | 0 | 0 | 9 | {result} |"
+
+    def write_rows(self) -> None:
+        self.write(str(soak.PAGE), "\n".join([*self.rows.values(), ""]))
+        self.commit()
+
+    def found(self, version: str = "1.2.3") -> list[str]:
+        return list(release.findings(self.root, version))
+
+    def test_a_ready_commit_has_no_findings(self) -> None:
+        self.assertEqual(self.found(), [])
+
+    def test_a_commit_that_is_not_ready_gets_no_tag(self) -> None:
+        self.write("new", "")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(release.main(self.root, ["1.2.3"]), 1)
+        self.assertIn("not committed: ?? new", printed.getvalue())
+        self.assertEqual(self.git("tag"), "")
+
+    def test_check_makes_no_tag(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(release.main(self.root, ["1.2.3", "--check"]), 0)
+        self.assertEqual(self.git("tag"), "")
+
+    def test_versions(self) -> None:
+        self.assertEqual(self.found("1.2"), ["expected a version X.Y.Z, got '1.2'"])
+        words = self.found("1.3.0")
+        self.assertIn("CMakeLists.txt: expected version 1.3.0, got 1.2.3", words)
+        self.assertIn("CHANGELOG.md: expected a section '## [1.3.0] - YYYY-MM-DD'", words)
+
+    def test_an_empty_section(self) -> None:
+        self.write("CHANGELOG.md", "## [1.2.3] - 2026-01-02\n\n## [1.2.2] - 2026-01-01\n\nOld.\n")
+        self.commit()
+        self.assertEqual(self.found(), ["CHANGELOG.md: the section [1.2.3] is empty"])
+
+    def test_each_part_of_soak_must_have_passed(self) -> None:
+        first, second, third, fourth, *_ = soak.PARTS
+        del self.rows[first]
+        self.rows[second] += "\n" + self.row(second, self.head(), "FAILED")
+        self.rows[third] = self.row(third, self.head() + "+")
+        self.rows[fourth] = self.row(fourth, "0123456789")
+        self.write_rows()
+        expected = ("no run", "FAILED", "uncommitted changes", "is not in the release")
+        for part, words, line in zip(soak.PARTS, expected, self.found(), strict=False):
+            self.assertIn(f"part {part}: ", line)
+            self.assertTrue(line.endswith(words), line)
+
+    def test_parts_run_again_for_each_release(self) -> None:
+        self.git("tag", "v1.2.2")
+        found = self.found()
+        self.assertEqual(len(found), len(soak.PARTS))
+        self.assertIn("expected a run since v1.2.2", found[0])
+        subprocess.run(["git", "tag", "-d", "v1.2.2"], cwd=self.root, capture_output=True)
+        self.git("tag", "v1.2.3")  # this release itself
+        self.assertEqual(self.found(), [])
+
+
+if __name__ == "__main__":
+    unittest.main()
