@@ -322,7 +322,9 @@ Args:
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
           "needed"_a, "what"_a,
           "Raises BudgetError if the bytes held and `needed`, bytes by purpose, together "
-          "exceed the limit. `what` says in the error what needs them.");
+          "exceed the limit. Purposes are those of `held`: header, plan, shards, master, grad, "
+          "moments, staging, init and others (docs/internals/memory.md). `what` says in the error "
+          "what needs them.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {

@@ -70,10 +70,31 @@ nb::list targets_of_recipe(const MadeRecipe& python_recipe) {
     if (recipe.is_alias(t)) {
       alias_of = nb::cast(recipe.targets[recipe.nodes[recipe.targets[t].root].from].spec.fqn);
     }
+    const Op op = recipe.nodes[recipe.targets[t].root].op;
     targets.append(dict_of("name"_a = spec.fqn, "dtype"_a = torch_name(spec.dtype),
-                           "shape"_a = tuple_of(spec.shape), "alias_of"_a = alias_of));
+                           "shape"_a = tuple_of(spec.shape), "alias_of"_a = alias_of,
+                           "op"_a = std::string(op_name(op))));
   }
   return targets;
+}
+
+std::vector<std::string> unused_of_recipe(const MadeRecipe& python_recipe) {
+  std::vector<std::string> names;
+  for (const uint32_t stored : python_recipe.recipe.unused) {
+    names.push_back(python_recipe.source->checkpoint.manifest.tensors[stored].spec.fqn);
+  }
+  return names;
+}
+
+// What the ledger of `rank` holds in the phase in which it holds most.
+Footprint ledger_peak(const Plan& plan, int rank) {
+  Footprint peak;
+  for (const Phase& phase : plan.promise.phases) {
+    Footprint ledger = phase.of_rank[static_cast<size_t>(rank)];
+    ledger[Purpose::process] = ledger[Purpose::page_tables] = 0;
+    if (ledger.total() >= peak.total()) peak = ledger;
+  }
+  return peak;
 }
 
 // The layout that `--layout` of the command line names.
@@ -287,7 +308,9 @@ make_layout and make_plan take it. modicum.recipes.Recipe is another class: plai
 belongs to no checkpoint. From that class to this one: make_recipe(checkpoint, recipe.text()).
 From this class to that one: write `text` to a file, and modicum.recipes.read_recipe reads it.)")
       .def_prop_ro("targets", targets_of_recipe,
-                   "A dict for each target: name, dtype, shape, alias_of (a name or None).")
+                   "A dict for each target: name, dtype, shape, alias_of (a name or None), op (of "
+                   "its last node).")
+      .def_prop_ro("unused", unused_of_recipe, "Names of the stored tensors that are not read.")
       .def_prop_ro(
           "text",
           [](const MadeRecipe& self) {
@@ -335,6 +358,12 @@ void define_plan_class(nb::module_& module) {
             return self.plan.promise.ledger_limit_bytes(checked_rank(rank, self.plan.ranks()));
           },
           "rank"_a, "promised_bytes without the process's baseline and page tables.")
+      .def(
+          "ledger_peak",
+          [](const MadePlan& self, int rank) {
+            return by_purpose(ledger_peak(self.plan, checked_rank(rank, self.plan.ranks())));
+          },
+          "rank"_a, "ledger_limit_bytes by purpose.")
       .def(
           "exchange_group",
           [](const MadePlan& self, int rank) {

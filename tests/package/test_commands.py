@@ -96,6 +96,12 @@ def test_a_dtype_is_a_text_or_of_torch(checkpoint: Path, tmp_path: Path) -> None
             call()
 
 
+def test_convert_warns_of_values_that_became_zero(tmp_path: Path) -> None:
+    save_file({"weight": np.array([1.0, 1e-30], np.float32)}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="modicum: 1 value of 1 tensor became zero"):
+        modicum.convert(tmp_path, tmp_path / "out", dtype="float16")
+
+
 def test_what_is_allowed_stands_in_errors(checkpoint: Path) -> None:
     with pytest.raises(modicum.UsageError, match="expected .*adamw:FORMAT.* int8-moments"):
         modicum.plan(checkpoint, optimizer="adam")

@@ -153,7 +153,13 @@ class Recipe:
 
     @property
     def targets(self) -> list:
-        """A dict for each target: name, dtype, shape, alias_of (a name or None)."""
+        """
+        A dict for each target: name, dtype, shape, alias_of (a name or None), op (of its last node).
+        """
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the stored tensors that are not read."""
 
     @property
     def text(self) -> str:
@@ -207,6 +213,9 @@ class Plan:
 
     def ledger_limit_bytes(self, rank: int) -> int:
         """promised_bytes without the process's baseline and page tables."""
+
+    def ledger_peak(self, rank: int) -> dict:
+        """ledger_limit_bytes by purpose."""
 
     def exchange_group(self, rank: int) -> list[int]:
         """The ranks with which `rank` exchanges bytes, itself included."""
@@ -395,7 +404,7 @@ class Ledger:
 
     def require_room(self, needed: Mapping[str, int], what: str) -> None:
         """
-        Raises BudgetError if the bytes held and `needed`, bytes by purpose, together exceed the limit. `what` says in the error what needs them.
+        Raises BudgetError if the bytes held and `needed`, bytes by purpose, together exceed the limit. Purposes are those of `held`: header, plan, shards, master, grad, moments, staging, init and others (docs/internals/memory.md). `what` says in the error what needs them.
         """
 
 def charge_init(ledger: Ledger, bytes: int) -> object:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 from modicum.errors import failure, from_json
@@ -58,7 +59,7 @@ def convert(
         sparse: whether runs of zeros are left as holes in the files.
 
     Returns:
-        The document of `modicum convert --json`.
+        The document of `modicum convert --json`, whose warnings are also issued as UserWarnings.
 
     Raises:
         IoError: `out` exists (`CONFLICT`), or a file can't be read or written.
@@ -70,7 +71,10 @@ def convert(
     )  # fmt: skip
     switches = {"--allow-overflow": allow_overflow, "--adopt": adopt, "--sparse": sparse}
     flags += [name for name, is_on in switches.items() if is_on]
-    return _run("convert", flags, source, out)
+    document = _run("convert", flags, source, out)
+    for warning in document["warnings"]:
+        warnings.warn(f"modicum: {warning}", stacklevel=2)
+    return document
 
 
 def diff(a: Place, b: Place) -> dict[str, Any]:

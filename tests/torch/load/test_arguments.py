@@ -171,6 +171,27 @@ def test_missing_tensors_are_an_error(lacking: Path) -> None:
     assert refused(lacking, says="unknown init.* rule", missing={"": "twos"}).category == "USAGE"
 
 
+def test_the_report_names_what_was_initialised_and_what_was_not_read(tmp_path: Path) -> None:
+    lacking = copy_without(tmp_path, "llama", HEAD, NORM, **{"ema.decay": torch.ones(3)})
+    model = empty("llama")
+    report = load(model, lacking, missing={HEAD: "model", NORM: "zeros"}, unexpected="ignore")
+    whole = load(empty("llama"), checkpoint_of("llama"))
+    assert not whole.initialised and "initialised" not in str(whole)
+    assert sorted(report.initialised) == [HEAD, NORM]
+    assert report.unused == ["ema.decay", *whole.unused]
+    assert f"initialised 2: {', '.join(report.initialised)}\nnot read 2: ema.decay" in str(report)
+
+
+def test_a_ledger_without_room_names_the_purposes() -> None:
+    """The load would fit the budget, but not the caller's ledger."""
+    ledger = modicum.Ledger("1KiB")
+    source, options = checkpoint_of("llama"), {"budget": "none", "ledger": ledger}
+    error = refused(source, modicum.BudgetError, says="1.00 KiB", **options)
+    needed = {owner["purpose"]: owner["bytes"] for owner in error.owners}
+    assert {"shards", "staging", "plan", "header"} <= needed.keys()
+    assert sum(needed.values()) == error.got
+
+
 @pytest.mark.parametrize(
     "missing",
     [
@@ -294,6 +315,10 @@ def test_two_dtypes_in_one_fsdp2_unit_are_refused_by_name() -> None:
     options = {"keep_fp32": "norm", "dtype": torch.half}
     error = refused(checkpoint_of("llama"), says="expects one dtype", **options)
     assert error.category == "UNSUPPORTED"
+    assert error.tensor == "model.norm.weight"
+    # The one that is to be sharded by itself is in the minority, and not the first of its unit.
+    options |= {"keep_fp32": "mlp|self_attn"}
+    error = refused(checkpoint_of("llama"), says="expected torch.float32 as ", **options)
     assert error.tensor == "model.layers.0.input_layernorm.weight"
 
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.load_report import left_out_text
+from modicum.walk.load_report import named_text
 
 _MIB = 1 << 20
 
@@ -53,5 +53,5 @@ def remainder_text(report: ImportReport) -> str:
     """The end of a report's text: the memory of the process, and the names left out."""
     return (
         f"the process held at most {report.held_bytes / _MIB:.2f} MiB, "
-        f"{report.promised_bytes / _MIB:.2f} MiB predicted{left_out_text(report.left_out)}"
+        f"{report.promised_bytes / _MIB:.2f} MiB predicted{named_text('left out', report.left_out)}"
     )

@@ -56,7 +56,8 @@ def draw(
     Each label of the recordings gets a chart with its processes, stacked, and their phases; all
     charts share one scale and one legend. The lines given to `write` are summed over the processes
     of a chart by name. The line "promise" is dashed, and is drawn only while a process is recorded;
-    other lines cross the chart. If NVML reports device memory, it is a separate curve.
+    other lines cross the chart. Owners are those of ledgers, not those of `attribute`. If NVML
+    reports device memory, it is a separate curve.
 
     Args:
         path: the path of the page; it must end in .html.

@@ -66,7 +66,8 @@ class Peaks:
         }
 
     def text(self) -> str:
-        """The table of the attribution with the most bytes, then the peak of each owner in MiB."""
+        """The table of the attribution with the most bytes, then the peak of each owner in MiB;
+        their peaks are not simultaneous, so only the copies have a sum, the largest one."""
         lines = [self.largest.text(), "", f"peaks of {counted(self.samples, 'sample')}, in MiB"]
         lines.append(f"{'':24}{'held':>11}{'copied by forks':>21}")
         for owner in self.owners:

@@ -77,7 +77,7 @@ class Phase:
 
     def text(self, limit: int | str | None = None) -> str:
         """One paragraph: the holders of the memory at the peak, what has grown and, if the phase
-        exceeds `limit`, which limit would suffice.
+        adds more than `limit`, which limit would suffice.
 
         Args:
             limit: the most bytes that the phase may add to those at its begin, such as "2 GiB".

@@ -21,7 +21,8 @@ class LoadRules(Options):
 
     keep_fp32: str | None = None
     """A regular expression (RE2, matches anywhere in a name): tensors with matching names are
-    loaded as float32. Here and in `missing` and `unexpected` a pattern must match some name."""
+    loaded as float32. Here and in `missing` and `unexpected` a pattern must match some name. In
+    FSDP2 a module with such a tensor must be sharded by itself: a unit trains one dtype."""
     missing: str | Collection[str] | Mapping[str, Rule] | None = None
     """For names that are not in the checkpoint though the model needs them: "error" (the default);
     "init": initialise them by the model's own rule, with the same bits at any world size; patterns

@@ -187,16 +187,19 @@ def check_unit_dtypes(
     """Raises `UsageError` if the trainable parameters of a unit will have several dtypes, which
     FSDP2 refuses at the first forward. `dtype_of`: returns the dtype that the parameter with a
     given FQN will have."""
-    first: dict[int, tuple[str, torch.dtype]] = {}
+    units: dict[int, dict[torch.dtype, list[str]]] = {}
     for name, record in managed.items():
         if record.fsdp_param.sharded_param.requires_grad:
-            dtype = dtype_of(name)
-            other, expected = first.setdefault(record.unit, (name, dtype))
-            if dtype != expected:
-                what = "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
-                what += "module of this parameter by itself"
-                wanted = f"{expected} as {other}"
-                raise refusal("UNSUPPORTED", what, tensor=name, expected=wanted, got=str(dtype))
+            units.setdefault(record.unit, {}).setdefault(dtype_of(name), []).append(name)
+    for unit in units.values():
+        if len(unit) > 1:
+            (usual, others), *_, (rare, (name, *_)) = sorted(
+                unit.items(), key=lambda item: len(item[1]), reverse=True
+            )
+            what = "FSDP2 expects one dtype for the trainable parameters of a unit: shard the "
+            what += "module of this parameter by itself"
+            wanted = f"{usual} as {others[0]}"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=wanted, got=str(rare))
 
 
 # ---- handing over

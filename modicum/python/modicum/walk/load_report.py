@@ -23,10 +23,21 @@ class LoadReport(PrintableReport):
     `modicum load` prints, `print()` prints it on rank 0, and `document` is the document of `modicum
     load --json`, whose bytes are integers."""
 
-    def __init__(self, document: Mapping[str, Any], text: str) -> None:
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        text: str,
+        *,
+        initialised: Sequence[str] = (),
+        unused: Sequence[str] = (),
+    ) -> None:
         self.document = dict(document)
         """The document of `modicum load --json`. Bytes are integers."""
         self._text = text
+        self.initialised = list(initialised)
+        """Names of the model's tensors that the source lacks and a rule has made."""
+        self.unused = list(unused)
+        """Names of the source's tensors that were not read."""
 
     def __str__(self) -> str:
         return self._text
@@ -66,7 +77,8 @@ class LoadReport(PrintableReport):
     @property
     def full_per_rank_bytes(self) -> int:
         """Predicted memory of the fullest node if each rank read the whole model, as `modicum plan
-        --compare` predicts for `full-per-rank`."""
+        --compare` predicts for `full-per-rank`; to be compared with the largest `promised_bytes` of
+        `document["nodes"]`. For models of a few MB the staging outweighs what the load saves."""
         return self.document["full_per_rank_bytes"]
 
     @property
@@ -94,10 +106,10 @@ class LoadReport(PrintableReport):
         return self.document["ranks"]
 
 
-def left_out_text(names: Sequence[str]) -> str:
+def named_text(what: str, names: Sequence[str]) -> str:
     """The line of a report that counts the names and shows the first ones; empty without any."""
     if not names:
         return ""
     more = len(names) - _NAMES_SHOWN
     rest = f" and {more} more" if more > 0 else ""
-    return f"\nleft out {len(names)}: {', '.join(names[:_NAMES_SHOWN])}{rest}"
+    return f"\n{what} {len(names)}: {', '.join(names[:_NAMES_SHOWN])}{rest}"

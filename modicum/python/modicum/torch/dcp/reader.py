@@ -64,9 +64,9 @@ class ModicumReader(StorageReader):
                 a run.
             model: the model of the state dict, already sharded; the conversions of the installed
                 transformers apply. It may be on meta: DCP then allocates the state dict's tensors,
-                and `model.load_state_dict(state, assign=True)` hands them over. Give it for a
-                checkpoint of `ModicumWriter` if the writer was given one. None: names and shapes as
-                stored.
+                for which torch needs a process group, and `model.load_state_dict(state,
+                assign=True)` hands them over. Give it for a checkpoint of `ModicumWriter` if the
+                writer was given one. None: names and shapes as stored.
             rules: `LoadRules` with missing, unexpected, key_mapping and buffers, for which a model
                 is needed; or with recipe, for names of the state dict's own. DCP's `get_state_dict`
                 with an optimizer writes to the parameters, so that after `to_empty()` and that

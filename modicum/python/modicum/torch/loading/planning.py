@@ -204,7 +204,7 @@ def plan_of(
         save=files,
     )
     if options.budget is not None:  # which does not lift the limit of the caller's ledger
-        options.ledger.require_room({"shards": plan.ledger_limit_bytes(ranks.rank)}, "the load")
+        options.ledger.require_room(plan.ledger_peak(ranks.rank), "the load")
     buffers = plan.buffers(ranks.rank)
     return PlannedLoad(
         goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node, warning

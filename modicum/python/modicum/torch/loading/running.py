@@ -23,7 +23,7 @@ from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over, pin
-from modicum.walk.load_report import LoadReport
+from modicum.walk.load_report import LoadReport, named_text
 
 Storages = dict[int, torch.Tensor]
 
@@ -162,4 +162,14 @@ def _report(
     if planned.warning:
         document["warnings"].append(planned.warning)
         text += f"warning: {planned.warning}\n"
-    return LoadReport(document, text)
+    initialised = [
+        target["name"] for target in planned.goal.targets if target["op"] in ("init", "caller")
+    ]
+    unused = planned.goal.recipe.unused
+    text = (
+        text.rstrip("\n")
+        + named_text("initialised", initialised)
+        + named_text("not read", unused)
+        + "\n"
+    )
+    return LoadReport(document, text, initialised=initialised, unused=unused)

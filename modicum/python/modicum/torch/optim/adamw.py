@@ -59,7 +59,8 @@ class AdamW(torch.optim.Optimizer):
     float32, bfloat16 or float16.
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
-    format a bfloat16 parameter is its master's upper half. In both cases a backward makes
+    format a bfloat16 one is half of it: the master rounded to nearest, ties away from zero (torch
+    casts ties to even). In both cases a backward makes
     `parameter.grad` a view of the state's memory, unless it has a graph (`create_graph=True`) or
     other placements than the parameter. A step skips parameters without a `grad`.
 
@@ -339,8 +340,8 @@ class AdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Computes the norm of all ranks' gradients; the next step clips to `max_norm`. Collective.
 
-        The gradients in `parameter.grad` are not changed: the step applies the factor. The factor
-        follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.
+        The gradients in `parameter.grad` are not changed: the step applies the factor, in float32.
+        It follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.
 
         Returns:
             The norm of the present gradients, scaled or not; NaN if one is not finite.
@@ -416,8 +417,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """A state dict that torch.optim.AdamW can load: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
-        in float32 with each parameter's shape; and `master` if the parameter is its rounded copy or
-        its upper half. float32 ones are views. Others are exported to new memory, 4 bytes per
+        in float32 with each parameter's shape; and `master` if the parameter is its rounded copy.
+        float32 ones are views. Others are exported to new memory, 4 bytes per
         element, which the dict holds."""
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.load_report import LoadReport, PrintableReport, left_out_text
+from modicum.walk.load_report import LoadReport, PrintableReport, named_text
 
 MIB = 1 << 20
 
@@ -60,7 +60,7 @@ class SaveReport(PrintableReport):
             f"{self.path}: {self.written_bytes / MIB:.2f} MiB written in {self.elapsed_s:.2f} s, "
             f"visible after {self.durable_s:.2f} s; a rank held at most "
             f"{self.held_bytes / MIB:.2f} MiB, {self.promised_bytes / MIB:.2f} MiB predicted"
-            f"{left_out_text(self.left_out)}"
+            f"{named_text('left out', self.left_out)}"
         )
 
 

@@ -82,7 +82,8 @@ def resume(
             another `state_format`, or by torch's Adam or AdamW, is converted with the bits of
             `load_state_dict`. Its groups get the saved options. None: only the model is loaded.
         budget, dtype, progress: as for `load`. The promised peak includes the optimizer's state.
-        rules: `LoadRules` without `adapter`, `resized` and `seed`.
+        rules: `LoadRules` without `adapter`, `resized` and `seed`. The files have the names of the
+            checkpoint that was first loaded: give its key_mapping, unexpected or recipe again.
         memory: `MemoryPolicy` without `pin`.
 
     Returns:
