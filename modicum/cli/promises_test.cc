@@ -596,6 +596,19 @@ TEST_F(Promises, AlternativesChangeAsLittleAsPossible) {
   EXPECT_FALSE(strategy_of(none, "own-shard")["nodes"].elements().empty());
 }
 
+// Three of four ranks would fit on a node, but torchrun starts equally many on each.
+TEST_F(Promises, NodesGetEquallyManyRanks) {
+  files.put("/dense/model.safetensors", checkpoint_file({{"wte.weight", "BF16", {8192, 1024}}}));
+  const std::string words = "plan /dense --ranks 4 --staging 1MiB";
+  const int64_t budget = node_peak(program.succeed(words + " --ranks-per-node 3"), "own-shard");
+  const Document refused = program.run(fmt::format("{} --budget {} --json", words, budget)).json();
+  double most = 0;
+  for (const Document& alternative : refused["would_fit"].elements()) {
+    most = std::max(most, alternative["ranks_per_node"].number());
+  }
+  EXPECT_EQ(most, 2);
+}
+
 TEST_F(Promises, TheTextOfAPlanThatDoesNotFitNamesAnAlternative) {
   const std::string words = "plan /moe --ranks 2 --strategy own-shard --staging 32MiB";
   const RunResult ended = program.run(words + " --budget 24MiB");

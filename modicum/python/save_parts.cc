@@ -97,7 +97,7 @@ class RankParts {
         parts_{tensors_of(python_parts.model, model_, threads), {}} {
     if (const auto* state = std::get_if<PythonStateShards>(&python_parts.state)) {
       shards_.emplace(state->shards, numels_of(state->state->parameters));
-      parts_.state.emplace<StateToSave>(state->state->files, *shards_);
+      parts_.state.emplace<StateToSave>(StateToSave{state->state->files, *shards_});
     } else if (const auto* tensors = std::get_if<PythonTensors>(&python_parts.state)) {
       state_.emplace(tensors->save->plan.plan(), rank, tensors->arrays, tensors->fetch);
       parts_.state.emplace<TensorsToSave>(tensors_of(*tensors, *state_, threads));

@@ -152,6 +152,7 @@ TEST(PlanReport, TextNamesTheCheapestChangeOfEachKind) {
                           .ranks_per_node = 1,
                           .peak_bytes = 80 * kMiB,
                           .flags = "--ranks-per-node 1"}};
+  report.baseline.is_given = true;
   const std::string text = plan_text(report, false);
   EXPECT_TRUE(text.starts_with(
       "does not fit: budget 100.00 MiB per node (flag), needed 120.00 MiB for load and steps, "
@@ -162,6 +163,14 @@ TEST(PlanReport, TextNamesTheCheapestChangeOfEachKind) {
       "would fit: --ranks-per-node 1: 80.00 MiB on each of 3 nodes\n"))
       << text;
   EXPECT_EQ(text.find("--c d"), std::string::npos);
+  report.baseline.is_given = false;
+  const auto has = [&](std::string_view words) {
+    return plan_text(report, false).find(words) != std::string::npos;
+  };
+  EXPECT_TRUE(has("80.00 MiB on each of 3 nodes; with torch it does not fit\n"));
+  report.alternatives[0].peak_bytes = 0;
+  report.budget->bytes = 1 * kGiB;  // 3 ranks of torch hold 0.9 to 4.5 GiB
+  EXPECT_TRUE(has("; with torch it\n           may not fit\n")) << plan_text(report, false);
   EXPECT_NE(text.find("\nadamw:fp32 over float32 parameters\n"), std::string::npos);
   const std::string json = plan_json(report);
   EXPECT_NE(json.find(R"("dtype":"bfloat16","ranks_per_node":3,"peak_bytes":94371840,)"
@@ -232,6 +241,7 @@ TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
   EXPECT_NE(plan_json(over).find(R"("fits":true,"deepspeed_fits":false)"), std::string::npos);
   PlanReport both = plan_within(100 * kMiB);
   both.alternatives = {{.strategy = "own-shard", .ranks_per_node = 1, .flags = "--a b"}};
+  both.baseline.is_given = true;
   const std::string text = plan_text(both, false);
   EXPECT_TRUE(
       text.starts_with("does not fit: budget 100.00 MiB per node (flag), needed 2.15 GiB "

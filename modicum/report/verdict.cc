@@ -73,6 +73,14 @@ std::string verdict_of(const PlanReport& report, const Holder& holder) {
                      holder.who, rest_text(budget.bytes, holder.bytes));
 }
 
+// What the memory that torch takes in each rank does to a run with `ranks` on a node that leaves
+// `left_bytes`; empty if it fits, too.
+std::string_view with_torch(uint64_t left_bytes, double ranks) {
+  const double left_gib = static_cast<double>(left_bytes) / kGiB;
+  if (left_gib < kTorchLeastGib * ranks) return "does not fit";
+  return left_gib < kTorchMostGib * ranks ? "may not fit" : "";
+}
+
 std::string alternative_text(const PlanReport& report, const Alternative& alternative) {
   const auto nodes = static_cast<uint64_t>(ceil_div(report.ranks, alternative.ranks_per_node));
   const std::string where =
@@ -80,9 +88,13 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
   // Of several holders, only load and steps have been planned with the changes.
   const bool is_alone = !report.deepspeed_fits.value_or(true) || !report.node_fits.value_or(true);
   const std::string_view who = is_alone ? "the load alone " : "";
-  return fmt::format("{}would fit: {}: {} {}{}{}", who, alternative.flags,
-                     format_size(alternative.peak_bytes), where,
-                     alternative.note.empty() ? "" : "; ", alternative.note);
+  std::string text = fmt::format("{}would fit: {}: {} {}", who, alternative.flags,
+                                 format_size(alternative.peak_bytes), where);
+  if (!alternative.note.empty()) text += "; " + alternative.note;
+  if (report.baseline.is_given) return text;
+  const std::string_view word = with_torch(report.budget->bytes - alternative.peak_bytes,
+                                           std::min(alternative.ranks_per_node, report.ranks));
+  return word.empty() ? text : text + fmt::format("; with torch it {}", word);
 }
 
 // The first of the alternatives on the same nodes, and the first with fewer ranks per node.
@@ -161,10 +173,9 @@ std::string baseline_clause(const PlanReport& report) {
       "{:.1f} GiB more per node",
       format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib, least, most);
   if (!report.fits.value_or(false)) return text;
-  const double left_gib =
-      static_cast<double>(report.budget->bytes - promise.node_peak_bytes(node)) / kGiB;
-  if (left_gib < least) return text + ", which does not fit";
-  return left_gib < most ? text + ", which may not fit" : text;
+  const std::string_view word =
+      with_torch(report.budget->bytes - promise.node_peak_bytes(node), ranks);
+  return word.empty() ? text : text + fmt::format(", which {}", word);
 }
 
 void alternative_object(JsonWriter& out, const Alternative& alternative) {

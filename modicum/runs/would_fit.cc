@@ -124,15 +124,18 @@ class Search {
   }
 
   // The plan with `change` and the most ranks per node below `asked` that fit, by binary search.
+  // Nodes have equally many ranks, as a launcher such as torchrun starts them.
   std::optional<Plan> with_fewer_per_node(const Change& change, int asked) {
-    if (asked < 2) return std::nullopt;
-    int most = 1;
-    std::optional<Plan> best = plan_of(change, most);
-    for (int too_many = asked; best && most + 1 < too_many;) {
-      const int middle = most + (too_many - most) / 2;
-      if (auto plan = plan_of(change, middle)) {
-        most = middle;
+    std::vector<int> counts;
+    for (int count = 1; count < asked; ++count) {
+      if (run_.layout.world_size() % count == 0) counts.push_back(count);
+    }
+    std::optional<Plan> best;
+    for (size_t most = 0, too_many = counts.size(); most < too_many;) {
+      const size_t middle = most + (too_many - most) / 2;
+      if (auto plan = plan_of(change, counts[middle])) {
         best = std::move(plan);
+        most = middle + 1;
       } else {
         too_many = middle;
       }

@@ -56,7 +56,9 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   const auto shards = [optimizer](FunctionRef<void(const HeldShard&)> visit) {
     for_each_held(*optimizer, true, visit);
   };
-  if (task.state != nullptr) parts.state.emplace<StateToSave>(*task.state, shards);
+  if (task.state != nullptr) {
+    parts.state.emplace<StateToSave>(StateToSave{*task.state, shards});
+  }
   return save_parts(parts, *task.load.run.files, place.to, at);
 }
 

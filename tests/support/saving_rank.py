@@ -360,10 +360,11 @@ def preempted_loop(
     """A loop of five steps in `save_on_sigterm`. In step 3 this rank gets `signals` SIGTERMs.
     `how`: `every` of the context; `at`: another step than 3; `repeats`: how many follow at once;
     `is_killed`: whether SIGKILL follows; `saved`: whether the loop saves step 2; `periodic`:
-    whether it saves step 3 by itself, "save" or "async_save"; `in_flight`: whether a save in the
-    background begins in step 2; `grace` of all saves; `in_save`: for each
-    rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the exit
-    code, the step after which the loop ended, and whether SIGTERM has its default handler again."""
+    whether it saves step 3 by itself, "save" or "async_save"; `in_flight`: the step in which a save
+    in the background begins, after which rank 1 is a second late; `grace` of all saves; `in_save`:
+    for each rank, how many it gets in the save, `after_s` seconds after the beginning. Returns the
+    exit code, the step after which the loop ended, and whether SIGTERM has its default handler
+    again."""
     model, optimizer = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=optimizer, progress=False)
     number = 0
@@ -380,8 +381,9 @@ def preempted_loop(
         with modicum.torch.save_on_sigterm(save, every=how.get("every", 1)) as preemption:
             for number in range(1, 6):
                 steps(model, optimizer, cut, range(number, number + 1))
-                if how.get("in_flight") and number == 2:
-                    modicum.torch.async_save(model, root, step=2, **kind)
+                if number == how.get("in_flight"):
+                    modicum.torch.async_save(model, root, step=number, **kind)
+                    time.sleep(dist.get_rank())
                 if how.get("saved") and number == 2:
                     save()
                 if number == how.get("at", 3):

@@ -254,8 +254,8 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
         ((1, 0), {"every": 2}, 4, ["latest", "step-4"]),
         ((1, 1), {"repeats": 2}, 3, ["latest", "step-3"]),
         ((1, 0), {"in_save": (0, 1)}, 3, ["latest", "step-3"]),
-        ((1, 1), {"in_flight": True}, 3, ["latest", "step-2", "step-3"]),
-        ((1, 0), {"in_flight": True, "grace": 60.0}, 3, ["latest", "step-2", "step-3"]),
+        ((1, 1), {"in_flight": 2}, 3, ["latest", "step-2", "step-3"]),
+        ((1, 0), {"in_flight": 2, "grace": 60.0}, 3, ["latest", "step-2", "step-3"]),
         ((1, 0), {"periodic": "save"}, 3, ["latest", "step-3"]),
         ((1, 1), {"periodic": "async_save"}, 3, ["latest", "step-3"]),
     ],
@@ -329,6 +329,16 @@ def test_a_sigterm_after_the_last_agreement_ends_the_process(
 ) -> None:
     one.tell("preempted_loop", signals=1, how={"every": 4, "at": 5}, **how | {"cut": ONE})
     assert_ended(one, 0, one.hear()[0])
+
+
+def test_a_save_in_flight_at_the_end_of_the_context_is_committed(
+    two: Ranks, how: dict[str, Any]
+) -> None:
+    """Both ranks get SIGTERM after the last agreement, while rank 1 is late to vote."""
+    two.tell("preempted_loop", signals=1, how={"every": 4, "at": 5, "in_flight": 5}, **how)
+    for rank, answer in enumerate(two.hear()):
+        assert_ended(two, rank, answer)
+    assert [path.name for path in Path(how["root"]).glob("step-*")] == ["step-5"]
 
 
 @pytest.mark.soak

@@ -108,8 +108,9 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     SIGTERM is only noted in the context. After the next step all ranks agree, save and exit,
     whichever of them have got it, and whether at the same time or not. A second SIGTERM, more than
     a second later, ends the process at once, as one does outside the context; so does the kill if a
-    step and the save take longer than the scheduler's grace: the previous checkpoint stays. A
-    SIGTERM that comes after the last `after_step` ends the process when the context ends. Rank 0
+    step and the save take longer than the scheduler's grace: the previous checkpoint stays. At its
+    end the context waits for a save in the background, as `AsyncSave.result` does; a SIGTERM that
+    comes after the last `after_step` ends the process then, with that checkpoint committed. Rank 0
     prints the exit to stderr: "modicum: SIGTERM: saved PATH at step N, exiting 143".
 
     Args:
@@ -129,6 +130,7 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     request.install("save_on_sigterm")
     try:
         yield Preemption(save, request)
+        in_flight.wait()
     except Exception as error:
         if request.arrived:
             traceback.print_exception(error)  # the process ends before its caller sees it
