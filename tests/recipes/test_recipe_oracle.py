@@ -270,6 +270,19 @@ def test_an_unknown_operation_is_refused_by_name(operation: Any, word: str) -> N
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "x.b.w")
 
 
+@pytest.mark.parametrize("end", ("", "$"), ids=("5.23", "5.12"))
+def test_codes_of_experts_have_the_scales_of_either_pattern(end: str) -> None:
+    """transformers 5.12 ends the patterns of weights and of their scales with `$`."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    weight, scale = f"experts.*.w.weight{end}", f"experts.*.w.weight_scale_inv{end}"
+    described = {"codes": ("float8_e4m3fn", (4, 2)), "scales": ("float32", (1, 1))}
+    builder = RecipeBuilder(described)
+    inputs: Any = {weight: [stored("codes", builder)], scale: [stored("scales", builder)]}
+    chain = Chain([weight, scale], ["experts.w"], "experts.w", {}, None)
+    assert nodes_of(finegrained.Fp8Dequantize(None), inputs, chain) == {weight: inputs[weight]}
+    assert chain.scales == inputs[scale]
+
+
 # ---- matching of names
 
 

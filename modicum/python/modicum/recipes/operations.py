@@ -271,7 +271,8 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
             (chain.scales if is_of_weights else chain.dropped).extend(values)
             continue
         weight = pattern.removesuffix("$")  # "weight$" is transformers 5.3's pattern of any weight
-        scales = inputs.get(f"{weight}_scale_inv")
+        # Scales of experts end with "$", too, in transformers 5.12.
+        scales = inputs.get(f"{weight}_scale_inv", inputs.get(f"{weight}_scale_inv$"))
         count = 1 if isinstance(scales, Array) else len(scales or [])
         if scales is not None and count != len(values):
             raise _senseless("Fp8Dequantize", f"has {len(values)} weights and {count} scales")
