@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # wheels.sh [ARCHITECTURE...]: builds the wheels and the sdist of a release in dist/wheels, and
-# removes older ones. By default wheels for x86_64 and aarch64 (docs/internals/wheels.md). Prints
-# every tenth step of the build; build/wheels/ARCHITECTURE/log has all output.
+# removes older ones. By default wheels for x86_64 and aarch64 (docs/internals/wheels.md). Builds
+# nothing if dist/wheels has those of this commit and the tree is clean, but for pages that soak.py
+# and conformance.py write and that no wheel has. Prints every tenth step of the build;
+# build/wheels/ARCHITECTURE/log has all output.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -73,9 +75,28 @@ check() { # ARCHITECTURE
   done
 }
 
+# Prints the commit if the tree is clean.
+commit_of_tree() {
+  [ -n "$(git status --porcelain -- . ':!benchmarks/*.md')" ] || git rev-parse HEAD
+}
+commit=$(commit_of_tree)
+
+has_been_built() { # ARCHITECTURE...
+  local of built architecture
+  read -r of built 2> /dev/null < "$out/commit" && [ "$of" = "$commit" ] || return
+  for architecture in "$@"; do
+    case " $built " in *" $architecture "*) ;; *) return 1 ;; esac
+  done
+}
+
+# shellcheck disable=SC2086
+if has_been_built $architectures; then
+  echo "$out has the wheels of $commit"
+  exit
+fi
 scripts/venv.sh wheels
 mkdir -p "$out"
-rm -f "$out"/modicum-*
+rm -f "$out"/modicum-* "$out/commit"
 install_site
 for architecture in $architectures; do
   make_compilers "$architecture"
@@ -91,3 +112,4 @@ done
 PYTHONPATH=$site "$(python_of "${pythons##* }")" -c \
   "import scikit_build_core.build as backend; backend.build_sdist('$out')"
 ls -l "$out"
+[ "$(commit_of_tree)" != "$commit" ] || echo "$commit $architectures" > "$out/commit"
