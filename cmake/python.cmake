@@ -22,6 +22,13 @@ target_link_libraries(_modicum PRIVATE modicum_training modicum_flags)
 set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)
+if(SKBUILD)
+  install(
+    PROGRAMS ${PROJECT_SOURCE_DIR}/modicum/python/command.py
+    DESTINATION ${SKBUILD_SCRIPTS_DIR}
+    RENAME modicum
+    COMPONENT python)
+endif()
 
 if(MODICUM_FETCH)
   # Nothing but the module's entry is visible. So a C++ runtime that is linked statically never

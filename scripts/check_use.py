@@ -38,7 +38,7 @@ def names_of(path: str) -> set[str]:
     if not path.endswith(".py"):
         return {name}
     dotted = [".".join(parts[i:]) for i in range(len(parts))]  # with any folder as the root
-    return {dotted[0]} if path.startswith(PACKAGE) else {name, *dotted}
+    return {dotted[0]} if path.startswith(f"{PACKAGE}modicum/") else {name, *dotted}
 
 
 def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:

@@ -217,3 +217,16 @@ def test_the_command_is_the_built_program(environment: Path, modicum: Path) -> N
     ours = run(modicum, "--help", cwd="/")
     installed = run(environment / "bin/modicum", "--help", cwd="/")
     assert (installed.returncode, installed.stdout) == (ours.returncode, ours.stdout)
+
+
+def test_the_command_imports_the_package_for_the_verbs_of_the_wheel_only(
+    environment: Path, gpt2: Path
+) -> None:
+    """The variable makes Python print what it imports, whose time `modicum --help` must not take."""
+    watched = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    imported = {}
+    for words in (("--help",), ("verify", gpt2), ("plan", gpt2)):
+        done = run(environment / "bin/modicum", *words, cwd="/", env=watched)
+        assert done.returncode == 0, done.stderr
+        imported[words[0]] = "modicum.cli" in done.stderr
+    assert imported == {"--help": False, "verify": False, "plan": True}
