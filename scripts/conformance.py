@@ -98,6 +98,16 @@ TRANSFORMERS_5_3 = {
     "test_a_trainer_with_its_own_save_saves_by_itself": "Extra items.*\n.*model.safetensors",
     "test_save_only_model_saves_no_optimizer": "save_only_model option is not compatible with FSDP",
 }
+# The same for accelerate 1.10.
+ACCELERATE_1_10 = {
+    "test_trains_as_accelerate_does[replicas]": "Found the DeviceMesh have 2 dimensions",
+    "[with DoRA's magnitudes]": "UNSUPPORTED: a magnitude of DoRA",
+    "test_accelerates_own_checkpoints_are_read": "UNSUPPORTED: this accelerate reads no moments",
+} | {
+    f"test_tokens_that_accelerate_cannot_shard_are_refused[{where}-{sent}]": "DID NOT RAISE"
+    for where in ("own unit", "tied", "tied, whole")
+    for sent in (False, True)
+}
 
 
 @dataclass(frozen=True)
@@ -130,10 +140,10 @@ ENVIRONMENTS = (
     # The floors of pyproject.toml.
     Environment(
         "Python 3.10",
-        ("torch==2.11.*", "transformers==5.3.*"),
+        ("torch==2.11.*", "transformers==5.3.*", "accelerate==1.10.*"),
         OF_RELEASE,
         "3.10",
-        differs=TRANSFORMERS_5_3,
+        differs=TRANSFORMERS_5_3 | ACCELERATE_1_10,
     ),
     Environment("Python 3.11", ("torch==2.13.*", "transformers==5.12.*"), OF_RELEASE, "3.11"),
     Environment("Python 3.13", (), OF_RELEASE, "3.13"),

@@ -222,7 +222,7 @@ def test_the_command_is_the_built_program(environment: Path, modicum: Path) -> N
 def test_the_command_imports_the_package_for_the_verbs_of_the_wheel_only(
     environment: Path, gpt2: Path
 ) -> None:
-    """The variable makes Python print what it imports, whose time `modicum --help` must not take."""
+    """The variable makes Python print what it imports: `modicum --help` must not take so long."""
     watched = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     imported = {}
     for words in (("--help",), ("verify", gpt2), ("plan", gpt2)):

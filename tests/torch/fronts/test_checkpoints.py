@@ -35,6 +35,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch_front  # noqa: E402  (after torch is known to be there)
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils  # noqa: E402
 from program import run_json  # noqa: E402
 from ranks import Failed, Pool, Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -50,7 +51,7 @@ from modicum.torch.saving.inside import (  # noqa: E402
     rotate,
     save_inside,
 )
-from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
+from modicum.upstream.checkpoints import loses_moments, own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
 
@@ -155,6 +156,27 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_an_accelerate_that_loses_moments_is_known_by_its_code() -> None:
+    """accelerate before 1.13 reads into `optimizer.state_dict()`, which of a new optimizer has no
+    moments."""
+
+    def former(fsdp_plugin: Any, optimizer: Any) -> Any:
+        return optimizer.state_dict()
+
+    model = torch.nn.Linear(2, 2)
+    new, used = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    model(torch.ones(2)).sum().backward()
+    used.step()
+    sharded, whole = (
+        FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+    )
+    assert loses_moments(former, sharded, new)
+    assert not loses_moments(former, sharded, used)
+    assert not loses_moments(former, whole, new)
+    assert not loses_moments(fsdp_utils.load_fsdp_optimizer, sharded, new)
 
 
 def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 import accelerate_rank  # noqa: E402  (after torch is known to be there)
 from accelerate_alone import build, prepare  # noqa: E402
@@ -336,6 +336,23 @@ def test_only_device_maps_of_the_cpu_are_accepted(one_rank: None) -> None:
         with pytest.raises(UsageError) as error, loading(progress=False):
             build(device_map=refused, offload_folder=".")
         assert error.value.got == "device_map"
+
+
+def test_magnitudes_of_weights_that_accelerate_casts_are_refused(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate before 1.13 casts the sharded model, also the weights that are not trained."""
+    shard = accelerate.accelerator.fsdp2_prepare_model
+    monkeypatch.setattr(
+        accelerate.accelerator,
+        "fsdp2_prepare_model",
+        lambda accelerator, model: shard(accelerator, model).to(torch.float64),
+    )
+    config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(UsageError, match="DoRA.*accelerate casts") as refused, loading():
+        prepare(peft.get_peft_model(build(), config))
+    assert refused.value.category == "UNSUPPORTED"
+    assert "lora_magnitude_vector" in refused.value.tensor
 
 
 def test_a_budget_error_is_readable(one_rank: None) -> None:

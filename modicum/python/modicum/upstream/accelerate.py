@@ -68,7 +68,7 @@ def _says_what_it_runs() -> bool:
 
 KNOWN = KnownFacts(
     "accelerate",
-    ("1.15.0",),
+    ("1.10.1", "1.15.0"),
     {
         "accelerate.accelerator has fsdp2_prepare_model(accelerator, model)": _shards_by_function,
         "AcceleratorState and its plugin say how FSDP2 is run": _says_what_it_runs,

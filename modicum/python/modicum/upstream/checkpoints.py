@@ -148,6 +148,14 @@ def numbered_directories(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def loses_moments(load: Callable[..., Any], plugin: Any, optimizer: Any) -> bool:
+    """Whether accelerate's `load_fsdp_optimizer` would read no moments from sharded files, as that
+    of accelerate before 1.13 into an optimizer that has none."""
+    is_sharded = plugin.fsdp_version == 2 and "SHARDED" in str(plugin.state_dict_type)
+    reads = "get_optimizer_state_dict" in load.__code__.co_names
+    return is_sharded and not reads and not optimizer.state
+
+
 def nothing_amiss() -> Any:
     """What `load_fsdp_model` returns if all tensors were loaded."""
     from torch.nn.modules.module import _IncompatibleKeys
@@ -325,7 +333,7 @@ def _trainer_finds_by_number() -> bool:
 
 KNOWN = KnownFacts(
     "accelerate",
-    ("1.15.0",),
+    ("1.10.1", "1.15.0"),
     {
         "accelerate.utils saves and loads by save_fsdp_model and three more": _saves_by_functions,
         "Accelerator has save_state, load_state and save_model": _saves_by_methods,

@@ -245,6 +245,11 @@ class Checkpoints:
         arguments = upstream.arguments(original, args, kwargs)
         directory = _checkpoint_of(Path(arguments["input_dir"]), arguments["optimizer_index"])
         if directory is None:
+            if upstream.loses_moments(original, arguments["fsdp_plugin"], arguments["optimizer"]):
+                what = "this accelerate reads no moments of its checkpoint into a new optimizer"
+                expected = "accelerate>=1.13, or a checkpoint that was saved within loading()"
+                got = str(arguments["input_dir"])
+                raise refusal("UNSUPPORTED", what, expected=expected, got=got)
             return original(*args, **kwargs)
         _require_fsdp2(arguments["accelerator"], directory)
         model, optimizer = upstream.bare(arguments["model"]), unwrapped(arguments["optimizer"])

@@ -138,6 +138,7 @@ def load_rounded(
 ) -> None:
     """Loads the values that the model would have under accelerate, which casts each stored value to
     its dtypes in `before.passed`, one after the other."""
+    _refuse_cast_norms(model, before)
     narrow = [] if built.source is None else _narrowings(model, before.passed, built.source)
     if before.kept:
         require_rows(Model.of(model), before.kept, {})
@@ -152,6 +153,18 @@ def load_rounded(
         fill_rows(Model.of(model), before.kept, arguments["resized"], arguments["seed"])
     for parameter, dtypes in narrow:
         _round(parameter, dtypes)
+
+
+def _refuse_cast_norms(model: nn.Module, before: UnshardedFacts) -> None:
+    """accelerate before 1.13 also casts weights that are not trained. PEFT has computed DoRA's
+    magnitudes from the weights before that."""
+    now = {canonical(name): parameter.dtype for name, parameter in model.named_parameters()}
+    for name, weight in before.structure.norms.items():
+        dtypes = [*before.passed.get(weight, ()), now[weight]]
+        if len({*dtypes[-2:]}) > 1:
+            what = "a magnitude of DoRA whose weight accelerate casts after PEFT computed it"
+            got = f"{weight} as {dtypes[-2]}, then {dtypes[-1]}"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected="accelerate>=1.13", got=got)
 
 
 def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
