@@ -70,7 +70,7 @@ check() { # ARCHITECTURE
   local wheel
   for wheel in "$out"/modicum-*_"$1".whl; do
     "$bin/auditwheel" show "$wheel" | tee "build/wheels/$1/audit"
-    grep -q "manylinux_${glibc/./_}_$1" "build/wheels/$1/audit"
+    grep -q "\"manylinux_${glibc/./_}_$1\"" "build/wheels/$1/audit" # not the wheel's name
     case $wheel in *-abi3-*) "$bin/abi3audit" --strict --report "$wheel" ;; esac
   done
 }
@@ -93,6 +93,11 @@ has_been_built() { # ARCHITECTURE...
 if has_been_built $architectures; then
   echo "$out has the wheels of $commit"
   exit
+fi
+# scikit-build-core would copy them into the wheels.
+if git ls-files --others modicum/python | grep -v __pycache__; then
+  echo "wheels.sh: expected no files that git does not have, got these" >&2
+  exit 1
 fi
 scripts/venv.sh wheels
 mkdir -p "$out"
