@@ -85,8 +85,8 @@ SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BU
 TOOLS = ("pytest", "pytest-timeout", "expecttest", "peft", "trl", "setuptools")
 
 
-# Where transformers 5.12 does not do what newer versions do (docs/reference/patches.md): the ends of
-# names of tests, each with a pattern of how the test fails.
+# Where transformers 5.12 does not do what newer versions do (docs/reference/patches.md): ends of
+# the names of tests, each with a pattern of how the test fails.
 TRANSFORMERS_5_12 = {
     "test_adapters_are_saved_alone_and_resume_bit_for_bit[torch]": "CheckpointError: torch.utils",
     "test_adapters_are_saved_alone_and_resume_bit_for_bit[modicum]": "CheckpointError: torch.utils",
