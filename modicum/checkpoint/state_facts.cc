@@ -88,7 +88,8 @@ StateFacts parse_state(const std::string& text) {
     fail(Category::integrity, error.what(), {.file = kStateFile, .offset = error.offset});
   }
   if (optimizer != "adamw") {
-    fail(Category::unsupported, "the state is of another optimizer",
+    fail(Category::unsupported,
+         "the state is of another optimizer: --optimizer none, or no optimizer, loads the weights",
          {.file = kStateFile, .expected = "adamw", .got = printable(optimizer)});
   }
   if (row_of(facts.format).has_scales() && codes != kCodes) {

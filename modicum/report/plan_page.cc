@@ -329,8 +329,8 @@ std::string plan_page(const PlanReport& report, std::string_view title, const Pa
          chart_of(forecast));
   }
   if (!has_only_forecast(report)) {
-    draw(fmt::format("{}, node {} of {}, predicted", strategy.strategy, node,
-                     strategy.promise.nodes()),
+    draw(fmt::format("{}{}, node {} of {}, predicted", runs.empty() ? "" : "Modicum, ",
+                     strategy.strategy, node, strategy.promise.nodes()),
          chart_of(strategy, node));
   }
   std::vector<PageRun> drawn;

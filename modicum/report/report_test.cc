@@ -246,7 +246,7 @@ TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
   EXPECT_TRUE(
       text.starts_with("does not fit: budget 100.00 MiB per node (flag), needed 2.15 GiB "
                        "for DeepSpeed, short by 2.05 GiB\n"
-                       "the load: needed 120.00 MiB, short by 20.00 MiB\n"
+                       "the load by Modicum: needed 120.00 MiB, short by 20.00 MiB\n"
                        "the load alone would fit: --a b: 0 B on each of 3 nodes\n"))
       << text;
 }

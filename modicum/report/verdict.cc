@@ -28,7 +28,10 @@ std::vector<Holder> holders_of(const PlanReport& report) {
   const StrategyReport& run = report.requested();
   std::vector<Holder> holders;
   if (!has_only_forecast(report) || report.refusal) {
-    holders.push_back({report.optimizer.empty() ? "the load" : "load and steps",
+    const bool has_others = has_forecast(report);
+    holders.push_back({report.optimizer.empty() ? has_others ? "the load by Modicum" : "the load"
+                       : has_others             ? "load and steps by Modicum"
+                                                : "load and steps",
                        run.promise.node_peak_bytes(worst_node(run.promise))});
   }
   if (!run.timelines.empty()) {
@@ -58,7 +61,7 @@ std::string rest_text(uint64_t budget, uint64_t needed) {
 std::string need_of(const PlanReport& report, const Holder& holder) {
   std::string text = fmt::format("needs {} per node for {}", format_size(holder.bytes), holder.who);
   const auto& job = report.requested().job;
-  if (holder.who != "load and steps" || !job) return text;
+  if (!holder.who.starts_with("load and steps") || !job) return text;
   return text + fmt::format(", {} with a save and a resume", format_size(job_bytes(*job)));
 }
 

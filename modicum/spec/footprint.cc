@@ -81,6 +81,7 @@ uint64_t Promise::rank_peak_bytes(int rank) const noexcept {
 
 uint64_t Promise::ledger_limit_bytes(int rank) const noexcept {
   uint64_t most = 0;
+  if (rank < 0 || rank >= ranks()) return most;
   for (const Phase& phase : phases) {
     most = std::max(most, phase.of_rank[static_cast<size_t>(rank)].ledger_total());
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "modicum/kernels/kernels.h"
+#include "modicum/stream/rank_workers.h"
 #include "modicum/stream/sums.h"
 
 namespace modicum {
@@ -18,7 +19,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory call
                    Copy copy)
     : plan_(plan),
       rank_(rank),
-      begins_(arena_begins(plan, rank)),
+      begins_(arena_begins(plan, checked_rank(plan, rank))),
       caller_memory_(std::move(caller_memory)),
       copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {

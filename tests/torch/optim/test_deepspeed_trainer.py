@@ -73,10 +73,10 @@ def test_a_resolved_configuration_is_forecast(
     directory = tmp_path / "model"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 1, "--sparse")
     config = plain["config"]
-    assert config["gradient_accumulation_steps"] == 2 and config["train_batch_size"] == 2
+    assert config["gradient_accumulation_steps"] == 2 and config["train_batch_size"] == "auto"
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
-    forecast = front.plan(directory, deepspeed=path)["deepspeed"]
+    forecast = front.plan(directory, ranks=8, deepspeed=path)["deepspeed"]
     assert forecast
     path.write_text(json.dumps(config | {"gradient_accumulation_steps": "auto"}))
     with pytest.raises(UsageError, match="gradient_accumulation_steps.*auto"):

@@ -47,8 +47,9 @@ def config_of(arguments: Any) -> dict[str, Any]:
         Path("resolved.json").write_text(json.dumps(config_of(arguments)))
         modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
 
-    Infinities and NaN at its top level are left out, since JSON lacks them. Bucket sizes that
-    depend on the model stay "auto": they do not change host memory.
+    Infinities and NaN at its top level are left out, since JSON lacks them. "auto" are bucket sizes
+    that depend on the model, which do not change host memory, and `train_batch_size`, which follows
+    from the plan's ranks.
 
     Raises:
         UsageError: the arguments have no DeepSpeed configuration.
@@ -59,6 +60,8 @@ def config_of(arguments: Any) -> dict[str, Any]:
         expected = "TrainingArguments with deepspeed="
         raise refusal("USAGE", "no DeepSpeed configuration", expected=expected, got=got)
     config = copy.deepcopy(resolved.config)
+    if isinstance(config.get("train_micro_batch_size_per_gpu"), int):
+        config["train_batch_size"] = "auto"  # it follows from the plan's ranks
     return {key: value for key, value in config.items() if not _is_not_finite(value)}
 
 
