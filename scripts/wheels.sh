@@ -17,6 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 # The same bytes in each build of a commit.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
+# With a base directory ccache makes paths relative, which -ffile-prefix-map then does not map.
+export CCACHE_BASEDIR=
 
 . scripts/pythons.sh
 
