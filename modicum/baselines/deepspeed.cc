@@ -333,12 +333,13 @@ class Forecast {
     const auto total = static_cast<int64_t>(forecast_.params);
     forecast_.params_of_rank =
         static_cast<uint64_t>(config_.stage == 0 ? total : ceil_div(total, ranks_));
+    count_accumulated(config_.stage == 0 ? 1 : world.ranks_of_node);
   }
 
   void own_lines() {
     for (const PerParam& buffer : buffers_of(config_)) {
       add({buffer.name, "deepspeed", buffer.phase, buffer.purpose},
-          buffer.bytes * forecast_.params_of_rank);
+          buffer.bytes * elements_of(buffer));
     }
     if (config_.stage < 3) {
       add({kTempGradBuffer, "deepspeed", "init", "staging", true}, 2 * largest_);
@@ -368,7 +369,7 @@ class Forecast {
   void fork_lines(bool persistent) {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (buffer.is_pinned) continue;
-      const uint64_t bytes = buffer.bytes * forecast_.params_of_rank;
+      const uint64_t bytes = buffer.bytes * elements_of(buffer);
       const std::string name = fmt::format("{}, copied when written", buffer.name);
       if (buffer.phase == "init") {
         add({name, "fork", "step_1", "fork"}, bytes);
@@ -391,16 +392,52 @@ class Forecast {
   DeepSpeedForecast take() { return std::move(forecast_); }
 
  private:
-  // The bytes that rounding adds to a buffer. Stages 1 and 2 make one request for the partition,
-  // stage 3 one for each sub-group. Accumulated gradients are requested per parameter, and the
-  // parameters are distributed over the ranks.
-  uint64_t rounding_of_all(const PerParam& buffer) const {
-    uint64_t sum = 0;
-    if (buffer.name == kAccumulated) {
-      for (const int64_t size : sizes_)
-        sum += rounding_of(buffer.bytes * static_cast<uint64_t>(size));
-      return sum / static_cast<uint64_t>(ranks_);
+  // Gradients are accumulated in a buffer per parameter. A rank whose partition has a part of a
+  // parameter holds all of its buffer:
+  //
+  //   parameters     |    0    |    1    |    2    |      10 elements each
+  //   partitions     |      rank 0   |    rank 1   |      15 elements each
+  //   rank 0 holds the buffers of 0 and 1, rank 1 those of 1 and 2
+  //
+  // Counts the elements and the rounding of a rank: the mean of the node that holds most.
+  void count_accumulated(int ranks_of_node) {
+    struct Buffers {
+      uint64_t elements = 0, rounding = 0;
+    };
+    std::vector<Buffers> of_node(1);
+    uint64_t at = 0;
+    const uint64_t part = std::max<uint64_t>(1, forecast_.params_of_rank);
+    for (const int64_t signed_size : sizes_) {
+      const auto size = static_cast<uint64_t>(signed_size);
+      if (size == 0) continue;
+      const uint64_t end = at + size;
+      for (uint64_t rank = at / part; rank * part < end; ++rank) {
+        const size_t node = static_cast<size_t>(rank) / static_cast<size_t>(ranks_of_node);
+        if (node >= of_node.size()) of_node.resize(node + 1);
+        of_node[node].elements += size;
+        of_node[node].rounding += rounding_of(2 * size);
+      }
+      at = end;
     }
+    const auto most = std::max_element(of_node.begin(), of_node.end(),
+                                       [this](const Buffers& a, const Buffers& b) {
+                                         const bool pins = config_.optimizer.pin_memory;
+                                         return 2 * a.elements + (pins ? a.rounding : 0) <
+                                                2 * b.elements + (pins ? b.rounding : 0);
+                                       });
+    const auto ranks = static_cast<uint64_t>(ranks_of_node);
+    accumulated_ = (most->elements + ranks - 1) / ranks;
+    accumulated_rounding_ = (most->rounding + ranks - 1) / ranks;
+  }
+
+  uint64_t elements_of(const PerParam& buffer) const noexcept {
+    return buffer.name == kAccumulated ? accumulated_ : forecast_.params_of_rank;
+  }
+
+  // The bytes that rounding adds to a buffer. Stages 1 and 2 make one request for the partition,
+  // stage 3 one for each sub-group.
+  uint64_t rounding_of_all(const PerParam& buffer) const {
+    if (buffer.name == kAccumulated) return accumulated_rounding_;
     const uint64_t part = config_.stage < 3 ? forecast_.params_of_rank
                                             : static_cast<uint64_t>(config_.sub_group_size);
     const uint64_t whole_parts = part == 0 ? 0 : forecast_.params_of_rank / part;
@@ -424,6 +461,7 @@ class Forecast {
   const uint64_t baseline_bytes_;
   DeepSpeedForecast forecast_;
   uint64_t largest_ = 0;
+  uint64_t accumulated_ = 0, accumulated_rounding_ = 0;  // see count_accumulated
 };
 
 }  // namespace

@@ -97,6 +97,27 @@ TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
             expected + (uint64_t{1} << 25) - last);
 }
 
+// Must fail if a rank is counted with its part of a parameter that is divided among ranks:
+// DeepSpeed allocates `torch.zeros(param.numel())` on each of them.
+TEST(DeepSpeed, ARankAccumulatesWholeParameters) {
+  const std::string config = config_of(2, kPageable, R"(, "gradient_accumulation_steps": 2)");
+  const auto accumulated = [&](const std::vector<int64_t>& sizes, int ranks, int ranks_of_node) {
+    const DeepSpeedForecast found =
+        deepspeed_forecast(read_deepspeed(config, ranks), sizes, {ranks, ranks_of_node, 0, false});
+    for (const DeepSpeedForecast::Line& line : found.lines) {
+      if (line.name == "gradients accumulated in 16 bits") return line.bytes;
+    }
+    return uint64_t{0};
+  };
+  EXPECT_EQ(accumulated({10, 10, 10}, 1, 1), 2U * 30);
+  EXPECT_EQ(accumulated({10, 10, 10}, 2, 2), 2U * 20);
+  EXPECT_EQ(accumulated({10, 10, 10}, 3, 3), 2U * 10);
+  // Four ranks of 26 elements: the first three have a part of the large one, the last also the
+  // rest.
+  EXPECT_EQ(accumulated({100, 1, 1, 1, 1}, 4, 2), 2U * (100 + 104) / 2);
+  EXPECT_EQ(accumulated({100, 1, 1, 1, 1}, 4, 4), 2U * (300 + 104) / 4);
+}
+
 TEST(DeepSpeed, Stage3HasOtherBuffers) {
   const DeepSpeedForecast alone = forecast(config_of(3, kPageable));
   EXPECT_EQ(alone.sum_at("step_1").bytes - alone.sum_at("init").bytes, 8 * alone.params_of_rank);

@@ -28,6 +28,12 @@ struct Change {
   }
   // Changes of a lower rank are preferred.
   auto rank() const noexcept { return std::tuple(nodes, state.loss, count()); }
+  // Whether it need not be tried, since `found` fits. With more nodes another format of equal loss
+  // may need fewer of them.
+  bool is_dearer_than(const Change& found) const noexcept {
+    if (nodes != found.nodes || rank() <= found.rank()) return false;
+    return !nodes || state.loss > found.state.loss || staging || strategy != nullptr;
+  }
 };
 
 constexpr DType kNarrowDType = DType::bf16;
@@ -168,6 +174,18 @@ class Search {
   std::map<std::pair<bool, StateFormat>, Phase> phases_;  // by Change::dtype and format
 };
 
+// Of the alternatives with more nodes, keeps those with the fewest.
+void keep_fewest_nodes(std::vector<Alternative>& found, const Run& run) {
+  const int world = run.layout.world_size();
+  const int asked = run.options.ranks_per_node > 0 ? run.options.ranks_per_node : world;
+  int most = 0;
+  for (const Alternative& alternative : found) {
+    if (alternative.ranks_per_node < asked) most = std::max(most, alternative.ranks_per_node);
+  }
+  std::erase_if(found,
+                [&](const Alternative& alternative) { return alternative.ranks_per_node < most; });
+}
+
 }  // namespace
 
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget) {
@@ -178,14 +196,15 @@ std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const 
   const Change* last = nullptr;  // the last change that fits
   for (const std::vector<Change> changes = changes_of(run, narrow_run, budget);
        const Change& change : changes) {
-    if (change.count() == 0) continue;
-    const bool is_dearer = last != nullptr && change.rank() > last->rank();
-    if (is_dearer && change.nodes == last->nodes) continue;
+    if (change.count() == 0 || (last != nullptr && change.is_dearer_than(*last))) continue;
     if (auto alternative = search.try_change(change)) {
-      last = &change;
+      if (last == nullptr || last->rank() > change.rank() || last->nodes != change.nodes) {
+        last = &change;
+      }
       found.push_back(std::move(*alternative));
     }
   }
+  keep_fewest_nodes(found, run);
   return found;
 }
 

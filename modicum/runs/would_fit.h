@@ -14,8 +14,9 @@ struct RunFlags;
 // For a `run` of `flags` that does not fit `budget`: runs that fit with other staging, strategy,
 // dtype, state format or ranks per node. First the cheapest ones on the same nodes: those that lose
 // no precision or, if none fits, those that lose least; then those with fewer ranks per node, again
-// by what they lose. Of equal loss, only those with the fewest changes. Staging and ranks per node
-// change only as far as needed. The function has planned each of these runs. Empty if no run fits.
+// by what they lose, and of equal loss those on the fewest nodes. Otherwise, of equal loss, only
+// those with the fewest changes. Staging and ranks per node change only as far as needed. The
+// function has planned each of these runs. Empty if no run fits.
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget);
 
 }  // namespace modicum
