@@ -174,18 +174,6 @@ class Search {
   std::map<std::pair<bool, StateFormat>, Phase> phases_;  // by Change::dtype and format
 };
 
-// Of the alternatives with more nodes, keeps those with the fewest.
-void keep_fewest_nodes(std::vector<Alternative>& found, const Run& run) {
-  const int world = run.layout.world_size();
-  const int asked = run.options.ranks_per_node > 0 ? run.options.ranks_per_node : world;
-  int most = 0;
-  for (const Alternative& alternative : found) {
-    if (alternative.ranks_per_node < asked) most = std::max(most, alternative.ranks_per_node);
-  }
-  std::erase_if(found,
-                [&](const Alternative& alternative) { return alternative.ranks_per_node < most; });
-}
-
 }  // namespace
 
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget) {
@@ -193,18 +181,26 @@ std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const 
   const Run* const narrow_run = narrow ? &*narrow : nullptr;
   std::vector<Alternative> found;
   Search search(run, narrow_run, budget);
-  const Change* last = nullptr;  // the last change that fits
+  const int asked = run.options.ranks_per_node;
+  const auto has_more_nodes = [&](const Alternative& alternative) {
+    return alternative.ranks_per_node < (asked > 0 ? asked : run.layout.world_size());
+  };
+  const Change* last = nullptr;  // the preferred one that fits, with as many nodes
+  std::pair fewest(0, 0);        // ranks per node, and changes, of those with more nodes
   for (const std::vector<Change> changes = changes_of(run, narrow_run, budget);
        const Change& change : changes) {
     if (change.count() == 0 || (last != nullptr && change.is_dearer_than(*last))) continue;
-    if (auto alternative = search.try_change(change)) {
-      if (last == nullptr || last->rank() > change.rank() || last->nodes != change.nodes) {
-        last = &change;
-      }
-      found.push_back(std::move(*alternative));
+    auto alternative = search.try_change(change);
+    if (!alternative) continue;
+    if (last == nullptr || last->nodes != change.nodes) last = &change;
+    if (change.nodes) {
+      const std::pair place(alternative->ranks_per_node, -change.count());
+      if (place < fewest) continue;
+      if (place > fewest) std::erase_if(found, has_more_nodes);
+      fewest = place;
     }
+    found.push_back(std::move(*alternative));
   }
-  keep_fewest_nodes(found, run);
   return found;
 }
 

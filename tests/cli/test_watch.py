@@ -117,7 +117,10 @@ def idle():
     time.sleep(30)
 def grow():
     os.write(2, f"{os.getpid()}\\n".encode())
-    block = bytearray(600 << 20)
+    blocks = []
+    for _ in range(30):  # slowly enough for a sample of its kinds
+        blocks.append(bytearray(20 << 20))
+        time.sleep(0.03)
 def trouble():
     own = bytearray(60 << 20)
     os.waitpid(forked(grow), 0)
