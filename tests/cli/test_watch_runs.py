@@ -156,7 +156,7 @@ def test_a_program_that_reports_nothing_is_divided_by_kind(modicum: Path, tmp_pa
     for kind in KIND_NAMES:
         assert 56 * MIB <= track["owners"][kind][last] < 80 * MIB, kind
     text = run(modicum, "watch", "--", sys.executable, "-c", KINDS, file).stderr
-    # Four of the five are shown, and at the peak pages that were just written may count as anonymous.
+    # Four of five are shown, and at the peak pages that were just written may count as anonymous.
     for words in ("malloc's main heap ", "anonymous mappings "):
         assert words in text
 
