@@ -183,6 +183,18 @@ TEST_F(Alternatives, AnotherDTypeKeepsMasterAndMoments) {
   EXPECT_EQ(all[1].note, "");
 }
 
+// fp32 alone would need four nodes.
+TEST_F(Alternatives, TheFewestNodesComeBeforeTheFewestChanges) {
+  store(DType::bf16);
+  RunFlags asked = flags_of("", "adamw:fp32"), smaller = flags_of("", "adamw:fp32-split");
+  asked.ranks = smaller.ranks = 4;
+  smaller.ranks_per_node = 2;
+  const auto all = found(asked, smaller);
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all.back().flags, "--optimizer adamw:fp32-split --ranks-per-node 2");
+  for (const Alternative& alternative : all) EXPECT_NE(alternative.ranks_per_node, 1);
+}
+
 TEST_F(Alternatives, TheLeastLossComesBeforeASecondNode) {
   store(DType::bf16);
   const RunFlags asked = flags_of("float32", "adamw:fp32");
