@@ -419,15 +419,15 @@ class Forecast {
       }
       at = end;
     }
-    const auto most = std::max_element(of_node.begin(), of_node.end(),
-                                       [this](const Buffers& a, const Buffers& b) {
-                                         const bool pins = config_.optimizer.pin_memory;
-                                         return 2 * a.elements + (pins ? a.rounding : 0) <
-                                                2 * b.elements + (pins ? b.rounding : 0);
-                                       });
-    const auto ranks = static_cast<uint64_t>(ranks_of_node);
-    accumulated_ = (most->elements + ranks - 1) / ranks;
-    accumulated_rounding_ = (most->rounding + ranks - 1) / ranks;
+    const bool pins = config_.optimizer.pin_memory;
+    const auto most = std::ranges::max_element(of_node, {}, [pins](const Buffers& node) {
+      return 2 * node.elements + (pins ? node.rounding : 0);
+    });
+    const auto of_rank = [ranks_of_node](uint64_t sum) {
+      return static_cast<uint64_t>(ceil_div(static_cast<int64_t>(sum), ranks_of_node));
+    };
+    accumulated_ = of_rank(most->elements);
+    accumulated_rounding_ = of_rank(most->rounding);
   }
 
   uint64_t elements_of(const PerParam& buffer) const noexcept {

@@ -62,12 +62,6 @@ TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
   fail(Category::unsupported, "unknown dtype", {.tensor = fqn, .got = printable(dtype)});
 }
 
-int checked_rank(int rank, int ranks) {
-  if (rank >= 0 && rank < ranks) return rank;
-  fail(Category::usage, "a rank is out of range",
-       {.expected = fmt::format("0 to {}", ranks - 1), .got = std::to_string(rank)});
-}
-
 namespace {
 
 using Path = std::filesystem::path;

@@ -80,9 +80,6 @@ nb::tuple tuple_of(const std::vector<Value>& values) {
 TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
                    const std::vector<int64_t>& shape);
 
-// Returns `rank`. Throws USAGE unless it is in [0, ranks).
-int checked_rank(int rank, int ranks);
-
 // Checkpoint, Recipe and Plan in Python. Each shares ownership of the values that it refers to.
 struct OpenCheckpoint {
   std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();

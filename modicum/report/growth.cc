@@ -118,10 +118,9 @@ std::string next_step(size_t owner, int pid) {
     case MemoryKind::malloc_arenas:
       return fmt::format(
           "small blocks, and tensors up to 32 MiB after the program has freed one of their size, "
-          "in "
-          "use or retained by malloc: in the program, `print(modicum.memory.attribute({{\"NAME\": "
-          "tensors}}))` names tensors; if it "
-          "names none that grow, start the command with {}",
+          "in use or retained by malloc: in the program, `print(modicum.memory.attribute({{"
+          "\"NAME\": tensors}}))` names tensors; if it names none that grow, start the command "
+          "with {}",
           kind == MemoryKind::malloc_heap ? "MALLOC_MMAP_THRESHOLD_=65536" : "MALLOC_ARENA_MAX=2");
     case MemoryKind::stacks:
       return fmt::format("threads: `ls /proc/{}/task | wc -l` counts them", pid);

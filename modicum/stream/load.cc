@@ -327,7 +327,7 @@ LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankConte
                  const LoadOptions& options) {
   MODICUM_ASSERT(at.board != nullptr);
   MODICUM_ASSERT(at.ledger != nullptr);
-  checked_rank(plan, at.rank);
+  checked_rank(at.rank, plan.ranks());
   return Load(checkpoint, plan, at, sink, options).run();
 }
 

@@ -1,18 +1,9 @@
 #include "modicum/stream/rank_workers.h"
 
-#include <fmt/format.h>
-
 #include <exception>
 #include <mutex>
-#include <string>
 
 namespace modicum {
-
-int checked_rank(const Plan& plan, int rank) {
-  if (rank >= 0 && rank < plan.ranks()) return rank;
-  fail(Category::usage, "a rank is out of range",
-       {.expected = fmt::format("0 to {}", plan.ranks() - 1), .got = std::to_string(rank)});
-}
 
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work) {
   std::mutex mutex;

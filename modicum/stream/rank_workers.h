@@ -1,14 +1,10 @@
-// One rank and its worker threads. Internal to `stream`.
+// The worker threads of one rank. Internal to `stream`.
 #pragma once
 
 #include "modicum/base/base.h"
-#include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
 
 namespace modicum {
-
-// `rank`; throws USAGE unless it is a rank of the plan.
-int checked_rank(const Plan& plan, int rank);
 
 // Calls run_workers. If a worker fails, reports the failure to the board immediately; this rank's
 // other workers and the other ranks then end with PEER. Throws the failure that came first. This is

@@ -349,7 +349,7 @@ void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& fro
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums) {
   MODICUM_ASSERT(run.at.board != nullptr);
   MODICUM_ASSERT(run.at.ledger != nullptr);
-  checked_rank(run.plan.plan(), run.at.rank);
+  checked_rank(run.at.rank, run.plan.plan().ranks());
   return Save(run, to, sums).run();
 }
 

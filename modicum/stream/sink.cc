@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "modicum/kernels/kernels.h"
-#include "modicum/stream/rank_workers.h"
 #include "modicum/stream/sums.h"
 
 namespace modicum {
@@ -19,7 +18,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory call
                    Copy copy)
     : plan_(plan),
       rank_(rank),
-      begins_(arena_begins(plan, checked_rank(plan, rank))),
+      begins_(arena_begins(plan, checked_rank(rank, plan.ranks()))),
       caller_memory_(std::move(caller_memory)),
       copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {

@@ -132,7 +132,7 @@ CheckpointSave::CheckpointSave(FileSystem& files, const std::string& root, int64
       pid_(getpid()),
       owner_(owner_of(files, in_flight_)),
       warnings_(collect(files, in_flight_)) {
-  if (has_state) files_.make_directory(state_directory());
+  if (has_state) files_.make_directory(join_path(in_flight_.directory, kStateDirectory));
 }
 
 // Begins the checkpoint before it removes leftovers: a directory without COMMIT and without a

@@ -97,8 +97,7 @@ class CheckpointSave {
   CheckpointSave& operator=(const CheckpointSave&) = delete;
 
   const std::string& directory() const noexcept { return in_flight_.directory; }  // its real path
-  std::string state_directory() const { return join_path(in_flight_.directory, kStateDirectory); }
-  uint64_t point() const;  // for ChunkSums
+  uint64_t point() const;                                                         // for ChunkSums
   // The optimizer's state that the ranks have saved.
   struct SavedState {
     const Manifest& manifest;

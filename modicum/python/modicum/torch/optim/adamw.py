@@ -60,9 +60,9 @@ class AdamW(torch.optim.Optimizer):
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
     format a bfloat16 one is half of it: the master rounded to nearest, ties away from zero (torch
-    casts ties to even). In both cases a backward makes
-    `parameter.grad` a view of the state's memory, unless it has a graph (`create_graph=True`) or
-    other placements than the parameter. A step skips parameters without a `grad`.
+    casts ties to even). In both cases a backward makes `parameter.grad` a view of the state's
+    memory, unless it has a graph (`create_graph=True`) or other placements than the parameter. A
+    step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
@@ -418,8 +418,8 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """A state dict that torch.optim.AdamW can load: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
         in float32 with each parameter's shape; and `master` if the parameter is its rounded copy.
-        float32 ones are views. Others are exported to new memory, 4 bytes per
-        element, which the dict holds."""
+        float32 ones are views. Others are exported to new memory, 4 bytes per element, which the
+        dict holds."""
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()

@@ -106,6 +106,8 @@ class PlannedSave:
     """For a save in the background; else None."""
     own_bytes: int
     """About how many bytes this rank writes."""
+    threads: int
+    """With which this rank writes; the promise includes their memory."""
 
 
 def plan_of(
@@ -175,7 +177,7 @@ def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> Plan
     if ask.budget is not None:  # which does not lift the limit of the caller's ledger
         ask.ledger.require_room(held_bytes, "the save")
     require_equal([model, *([state.writing] if state and state.writing else [])], ranks)
-    return PlannedSave(ask, parts, written, rank_extra, promised, snapshot, own_bytes)
+    return PlannedSave(ask, parts, written, rank_extra, promised, snapshot, own_bytes, threads)
 
 
 def _promised(

@@ -1,7 +1,7 @@
 """`resume`: loads the newest complete checkpoint of a run."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -265,10 +265,13 @@ def _declared(
     def require(whole: Model, later: LaterParameters) -> None:
         if found.has_options:
             groups.matching(optimizer, found.options, whole.names)
+        saved = _saved_state(found)
         if not isinstance(optimizer, AdamW):
-            require_dtypes(optimizer, whole.names, _saved_state(found), later.dtypes)
+            require_dtypes(optimizer, whole.names, saved, later.dtypes)
         elif stored := later.needs[0].stored(whole.names):
-            _require_fit(stored, optimizer, found, whole.names)
+            saved = saved._replace(facts=facts_for(optimizer, saved.facts))
+            _require_trained(stored, saved, whole.names)
+            _modicum.require_state(saved.tensors, stored, not is_torchs(found.state))
 
     if isinstance(optimizer, AdamW):
         facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
@@ -279,21 +282,6 @@ def _declared(
         whole = Model.of(model)
         needed = needed_by_tensors(optimizer, whole, whole.names, _saved_state(found), ranks)
     return [StateToRead(needed, require)]
-
-
-def _require_fit(
-    parameters: list[_modicum.StoredState],
-    optimizer: AdamW,
-    found: FoundCheckpoint,
-    names: Mapping[int, str],
-) -> None:
-    """Raises `UsageError` unless the saved state is that of these parameters, which are those of
-    the optimizer that have state."""
-    saved = _saved_state(found)
-    _require_trained(
-        {stored.fqn for stored in parameters}, facts_for(optimizer, saved.facts), saved, names
-    )
-    _modicum.require_state(saved.tensors, parameters, not is_torchs(found.state))
 
 
 def _saved_state(found: FoundCheckpoint) -> SavedState:
@@ -382,8 +370,8 @@ def load_state(
     state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
     if isinstance(optimizer, AdamW):
         saved = saved._replace(facts=facts_for(optimizer, saved.facts))
-    if isinstance(optimizer, AdamW) and state is not None:
-        _require_fit(state.parameters, optimizer, found, names)
+    if state is not None:
+        _require_trained(state.parameters, saved, names)
     if found.has_options:
         left_out = IMPLEMENTATION if isinstance(optimizer, AdamW) else ()
         groups.restore(optimizer, found.options, names, left_out)
@@ -419,11 +407,12 @@ def _load_adamw(
 
 
 def _require_trained(
-    trained: Set[str], facts: str, saved: SavedState, names: Mapping[int, str]
+    parameters: Sequence[_modicum.StoredState], saved: SavedState, names: Mapping[int, str]
 ) -> None:
     """Raises `UsageError` if a parameter was frozen at the save and has state now, or the other way
-    round. `trained`: the names of the parameters that have state; `facts`: as of `facts_for`."""
-    for name in _modicum.state_facts(facts)["without_state"]:
+    round. `parameters`: those that have state."""
+    trained = {stored.fqn for stored in parameters}
+    for name in _modicum.state_facts(saved.facts)["without_state"]:
         if name in trained:
             what = "the parameter was frozen when the checkpoint was saved, and has state in this "
             what += "run: freeze it before AdamW is made, and unfreeze it after the resume"

@@ -17,7 +17,6 @@ from modicum.torch.saving import extra
 from modicum.torch.saving.planning import PlannedSave
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.states import Event
-from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import CheckpointInFlight
 
 LOCK_LIMIT_S = 60.0
@@ -99,9 +98,8 @@ class OpenSave:
             with ranks.watching(self.board, check):
                 on_begin()
                 outcome = planned.written.write(
-                    ranks.rank, self.board, ledger, self._partial, snapshot=snapshot,
-                    threads=threads_of(ranks, background=snapshot is not None),
-                    gather=self._gather(),
+                    ranks.rank, self.board, ledger, self._partial, threads=planned.threads,
+                    snapshot=snapshot, gather=self._gather(),
                 )  # fmt: skip
             self._flight.require_in_place()
         finally:
