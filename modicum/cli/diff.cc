@@ -21,6 +21,7 @@ DiffReport::Difference reported(const Difference& difference) {
   to.dtype_a = torch_name(difference.dtype_a);
   to.dtype_b = torch_name(difference.dtype_b);
   if (difference.rounded_to) to.rounded_to = torch_name(*difference.rounded_to);
+  to.overflowed = difference.overflowed;
   return to;
 }
 
@@ -62,7 +63,7 @@ int run_diff(const Args& args, const Surroundings& at) {
   at.print_error(
       fmt::format("modicum: INTEGRITY: the checkpoints differ in {}, first in '{}' ({}){}\n",
                   counted(report.differences.size(), "tensor"), printable(first.tensor), first.kind,
-                  is_only_dtypes ? "; all values are equal after rounding" : ""));
+                  is_only_dtypes ? "; " + report.rounding_text() : ""));
   return exit_code(Category::integrity);
 }
 

@@ -51,9 +51,10 @@ int run_doctor(const Args& args, const Surroundings& at) {
   if (const auto done = parse(app, args, at)) return *done;
   DoctorFacts facts;
   if (pid > 0) read_memory(facts, pid, interval_s);
-  facts.limits = memory_limits("", limited_process(facts));
-  facts.oom_kills = oom_kill_count("", limited_process(facts));
-  facts.settings = read_settings(pid);
+  const int limited = limited_process(facts);
+  facts.limits = memory_limits("", limited);
+  facts.oom_kills = oom_kill_count("", limited);
+  facts.settings = read_settings(limited);
   if (const auto budget = budget_of(flags.budget.empty() ? "none" : flags.budget, 1)) {
     facts.budget_bytes = budget->bytes;
   }

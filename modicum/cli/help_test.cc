@@ -116,6 +116,7 @@ TEST_F(Help, LeavesRareFlagsToHelpAll) {
     EXPECT_TRUE(has(help("load", "--help-all"), flag)) << flag;
   }
   EXPECT_FALSE(has(help("synth"), "--edges"));
+  EXPECT_TRUE(has(help("plan"), "--baseline"));  // whoever plans for torch needs it
 }
 
 TEST_F(Help, HasFlagsInGroupsAndDefinesTheirNotation) {

@@ -37,6 +37,13 @@ PageOrigin origin_of(const Args& args, const std::string& directory, const std::
   return origin;
 }
 
+// What a page calls the model.
+std::string name_of(const CheckpointFacts& checkpoint, const std::string& directory) {
+  if (checkpoint.hub) return checkpoint.hub->name;
+  if (base_name(directory) != "config.json" || checkpoint.model_type.empty()) return directory;
+  return fmt::format("{} ({})", checkpoint.model_type, directory);
+}
+
 void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
   app.option_defaults()->group("A run that failed");
   app.add_option("--from", flags.from,
@@ -94,6 +101,10 @@ int run_plan(const Args& args, const Surroundings& at) {
   app.add_flag("--compare", compares,
                "show every strategy; default: only that of --strategy (--json has all)");
   add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
+  app.get_option("--baseline")->group("Host memory and threads");
+  app.get_option("DIR")->description(
+      "a directory, a file, a config.json alone (of families that `synth` knows), or ORG/NAME in "
+      "the local Hugging Face cache (the wheel: or on the hub)");
   if (const auto done = parse(app, args, at)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;
@@ -101,8 +112,7 @@ int run_plan(const Args& args, const Surroundings& at) {
   if (!page.empty()) file.emplace(at.files, "--report", page);
   const PlanReport report = job_report(at.files, flags, of_plan);
   if (file) {
-    const std::optional<HubModel>& hub = report.checkpoint.hub;
-    const std::string name = hub ? hub->name : flags.directory;
+    const std::string name = name_of(report.checkpoint, flags.directory);
     file->write(plan_page(report,
                           title.empty() ? "Predicted host memory of " + name : printable(title),
                           origin_of(args, flags.directory, name)));

@@ -18,22 +18,32 @@ std::string place_text(int64_t index, const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(place, ", "));
 }
 
+// "", or ", 2 finite values became infinite".
+std::string overflow_text(int64_t overflowed) {
+  if (overflowed == 0) return "";
+  return fmt::format(", {} became infinite",
+                     counted(static_cast<uint64_t>(overflowed), "finite value"));
+}
+
 std::string dtype_text(const DiffReport::Difference& difference) {
   std::string text = fmt::format(" {} vs {}; ", difference.dtype_a, difference.dtype_b);
   if (difference.rounded_to.empty()) return text + "values not compared";
-  if (difference.count == 0)
-    return text + fmt::format("equal after rounding to {}", difference.rounded_to);
-  return text + fmt::format("{} {} after rounding to {}",
-                            counted(static_cast<uint64_t>(difference.count), "value"),
-                            difference.count == 1 ? "differs" : "differ", difference.rounded_to);
+  if (difference.count > 0) {
+    text += fmt::format("{} {}", counted(static_cast<uint64_t>(difference.count), "value"),
+                        difference.count == 1 ? "differs" : "differ");
+  } else {
+    text += "equal";
+  }
+  return text + fmt::format(" after rounding to {}{}", difference.rounded_to,
+                            overflow_text(difference.overflowed));
 }
 
 std::string summary_of(const DiffReport& report) {
   const uint64_t rounded = report.equal_after_rounding(), all = report.differences.size();
   if (rounded == 0) return counted(all, "difference");
   if (rounded == all) {
-    return fmt::format("{} {}; all values are equal after rounding", counted(rounded, "dtype"),
-                       rounded == 1 ? "differs" : "differ");
+    return fmt::format("{} {}; {}", counted(rounded, "dtype"), rounded == 1 ? "differs" : "differ",
+                       report.rounding_text());
   }
   return fmt::format("{}, {} of dtype only: values are equal after rounding",
                      counted(all, "difference"), rounded);
@@ -45,6 +55,12 @@ uint64_t DiffReport::equal_after_rounding() const noexcept {
   return static_cast<uint64_t>(std::ranges::count_if(differences, [](const Difference& found) {
     return !found.rounded_to.empty() && found.count == 0;
   }));
+}
+
+std::string DiffReport::rounding_text() const {
+  int64_t overflowed = 0;
+  for (const Difference& difference : differences) overflowed += difference.overflowed;
+  return "all values are equal after rounding" + overflow_text(overflowed);
 }
 
 std::string diff_json(const DiffReport& report) {
@@ -64,7 +80,8 @@ std::string diff_json(const DiffReport& report) {
           .member("compared", is_compared);
       if (is_compared) {
         out.member("rounded_to", difference.rounded_to)
-            .member("equal_after_rounding", difference.count == 0);
+            .member("equal_after_rounding", difference.count == 0)
+            .member("overflowed", difference.overflowed);
       }
     }
     if (difference.largest) {

@@ -11,6 +11,15 @@
 namespace modicum {
 namespace {
 
+// Where PID is a launcher's: whose limits and settings the findings have. Else empty.
+std::string limited_text(const DoctorFacts& facts) {
+  const int limited = limited_process(facts);
+  if (!facts.program || limited == facts.program->pid) return "";
+  const auto process = std::ranges::find(facts.after, limited, &ProcessKinds::pid);
+  if (process == facts.after.end()) return "";
+  return fmt::format("; limits and settings of process {} ({})", limited, printable(process->name));
+}
+
 // The children that were forked: they may share pages.
 std::vector<ChildProcess> sharers_of(const Program& program) {
   std::vector<ChildProcess> sharers;
@@ -93,6 +102,7 @@ std::string doctor_json(const DoctorFacts& facts) {
   out.begin_object();
   if (facts.program) {
     out.member("pid", facts.program->pid).member("name", printable(facts.program->name));
+    out.member("limited_pid", limited_process(facts));
     out.member("fork_exposure_bytes", facts.program->exposed_bytes);
     out.key("sharers").begin_array();
     for (const ChildProcess& child : sharers_of(*facts.program)) {
@@ -112,7 +122,7 @@ std::string doctor_text(const DoctorFacts& facts, bool verbose) {
   std::string text = facts.program ? fmt::format("process {} ({})", facts.program->pid,
                                                  printable(facts.program->name))
                                    : "this machine";
-  text += fmt::format(": {}\n\n", count_text(findings));
+  text += fmt::format("{}: {}\n\n", limited_text(facts), count_text(findings));
   for (const Finding& finding : findings) {
     constexpr std::array<std::string_view, 3> kLabels = {"info", "WARNING", "DANGER"};
     text += fmt::format("{:<8} {}: {}\n", kLabels[static_cast<size_t>(finding.severity)],

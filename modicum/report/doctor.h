@@ -16,7 +16,8 @@
 namespace modicum {
 
 struct DoctorFacts {
-  // memory_limits of limited_process; without --pid, of the caller.
+  // The memory_limits, OOM kills and settings are those of limited_process; without --pid, those of
+  // the caller.
   std::vector<MemoryLimit> limits;
   uint64_t oom_kills = 0;
   Settings settings;

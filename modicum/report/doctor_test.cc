@@ -333,6 +333,11 @@ TEST(Findings, GrowthIsThatOfProcessesInBothReadings) {
   EXPECT_EQ(find(findings, "memory_kinds").summary,
             "5.39 GiB in 3 processes: anonymous mappings 5.37 GiB");
   EXPECT_EQ(limited_process(facts), 6);
+  facts.program->pid = 5;
+  const std::string heading = "; limits and settings of process 6 (python): ";
+  EXPECT_NE(doctor_text(facts, false).find(heading), std::string::npos);
+  facts.program->pid = 6;
+  EXPECT_EQ(doctor_text(facts, false).find("limits and settings"), std::string::npos);
   facts.limits[0].available_bytes = 10 * kGiB;
   EXPECT_EQ(text_of(facts, "growth"), "danger 52M of 10240M");
   facts.limits[0].available_bytes = 8192 * kGiB;

@@ -49,7 +49,8 @@ void tensor_objects(const Manifest& manifest, JsonWriter& out) {
 
 CheckpointFacts facts_of(const Checkpoint& checkpoint) {
   return {checkpoint.manifest.data_bytes(), checkpoint.manifest.tensors.size(),
-          checkpoint.manifest.files.size(), checkpoint.hub, checkpoint.warnings};
+          checkpoint.manifest.files.size(), checkpoint.hub,
+          checkpoint.config.model_type,     checkpoint.warnings};
 }
 
 std::string inspect_json(const Checkpoint& checkpoint) {

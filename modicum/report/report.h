@@ -23,6 +23,7 @@ struct CheckpointFacts {
   uint64_t tensors = 0;
   uint64_t files = 0;
   std::optional<HubModel> hub;        // where the files are from, if that is known
+  std::string model_type;             // of config.json; may be empty
   std::vector<std::string> warnings;  // broken optional files, unused tensors, oddities
 };
 CheckpointFacts facts_of(const Checkpoint& checkpoint);
@@ -313,6 +314,7 @@ struct DiffReport {
     std::vector<int64_t> shape;
     std::string_view dtype_a, dtype_b;  // set for "dtype"
     std::string_view rounded_to;        // set for "dtype" if the values were compared
+    int64_t overflowed = 0;             // finite values that became infinite by the rounding
   };
   uint64_t tensors = 0;        // compared
   uint64_t bytes = 0;          // compared, of A
@@ -321,6 +323,8 @@ struct DiffReport {
 
   // The differences of dtypes alone: values were compared, and are equal after rounding.
   uint64_t equal_after_rounding() const noexcept;
+  // "all values are equal after rounding", and how many overflowed, if any. For such differences.
+  std::string rounding_text() const;
 };
 std::string diff_json(const DiffReport& report);
 std::string diff_text(const DiffReport& report);

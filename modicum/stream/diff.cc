@@ -94,6 +94,8 @@ class Comparison {
       poll_(bytes_of(dtype_a, n));
       const auto compare = [&](const Side& wide, const Side& other, Difference& found) {
         cast(wide.bytes, wide.dtype, narrow, other.dtype, n);
+        found.overflowed += count_specials(narrow, other.dtype, n).infinities -
+                            count_specials(wide.bytes, wide.dtype, n).infinities;
         count({{narrow, other.dtype},
                other,
                a,

@@ -23,6 +23,7 @@ struct Difference {
   int64_t count = 0;
   // For `dtype`, if the values were compared: the dtype to which the other tensor was rounded.
   std::optional<DType> rounded_to;
+  int64_t overflowed = 0;  // finite values that became infinite by this rounding
   // Of differing elements, if they are fp32, bf16 or fp16: the largest absolute difference and the
   // row-major index of the first element that has it. Infinite if one of the values is infinite or
   // NaN.

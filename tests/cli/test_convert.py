@@ -698,6 +698,7 @@ def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_pat
             assert found[name]["equal_after_rounding"] and found[name]["count"] == 0, name
             narrow = "bfloat16" if name == "brain" else "float16"
             assert found[name]["rounded_to"] == narrow and "largest_difference" not in found[name]
+            assert found[name]["overflowed"] == (name != "brain"), name  # 1e6
         differs = found["differs"]
         assert not differs["equal_after_rounding"]
         assert (differs["count"], differs["first_index"], differs["largest_index"]) == (2, 107, 259)
@@ -709,10 +710,11 @@ def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_pat
         sizes = [value.nbytes for name, value in compared if name != "ids"]
         assert done.json["bytes_compared"] == sum(sizes)
     lines = run(modicum, "diff", tmp_path / "a", tmp_path / "b").stdout.splitlines()
-    assert "equal: dtype float32 vs float16; equal after rounding to float16" in lines
+    lost = "equal after rounding to float16, 1 finite value became infinite"
+    assert f"equal: dtype float32 vs float16; {lost}" in lines
     assert "ids: dtype int64 vs float16; values not compared" in lines
     (line,) = [line for line in lines if line.startswith("differs:")]
-    assert "; 2 values differ after rounding to float16, " in line
+    assert "; 2 values differ after rounding to float16, 1 finite value became infinite, " in line
     assert line.endswith(f"the largest difference is {by:.6g} at [5, 9]")
     end = ": 6 differences, 3 of dtype only: values are equal after rounding"
     assert lines[-1].endswith(end) and not done.json["equal_after_rounding"]
@@ -721,8 +723,9 @@ def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_pat
             tensors.pop(name)
             safetensors.save_file(tensors, tmp_path / path / "model.safetensors")
     text = run(modicum, "diff", tmp_path / "a", tmp_path / "b")
-    assert text.code == 12 and "(dtype); all values are equal after rounding" in text.stderr
-    assert text.stdout.endswith(" compared: 3 dtypes differ; all values are equal after rounding\n")
+    end = "; all values are equal after rounding, 2 finite values became infinite\n"
+    assert text.code == 12 and text.stderr.endswith(f"(dtype){end}")
+    assert text.stdout.endswith(f" compared: 3 dtypes differ{end}")
     done = run(modicum, "diff", tmp_path / "a", tmp_path / "b", "--json")
     assert (done.code, done.json["equal"], done.json["equal_after_rounding"]) == (12, False, True)
 

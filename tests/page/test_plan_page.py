@@ -55,6 +55,9 @@ def test_the_title_is_the_users(modicum: Path, gpt2: Path, tmp_path: Path) -> No
     (static,) = re.findall(r"<noscript>(.*?)</noscript>", text, re.S)
     for phase in strategy_of(plan, "own-shard")["nodes"][0]["phases"]:
         assert f"<th>{phase['phase']}</th><td>{sizes(phase['bytes'])}</td>" in static
+    config = gpt2 / "config.json"
+    run_json(modicum, "plan", config, "--report", page)
+    assert f"<title>Predicted host memory of gpt2 ({config})</title>" in page.read_text()
     assert failure(modicum, 2, "plan", gpt2, "--title", "x")["category"] == "USAGE"
 
 

@@ -90,9 +90,9 @@ def require_all_see(directory: Path) -> None:
 
 
 def _usable_or_warn(directory: str) -> bool:
-    """Returns whether a script can resume from the checkpoint; if not, warns with the reason."""
+    """Returns whether a script can resume from the checkpoint; if not, rank 0 warns."""
     reason = fault_of(Path(directory))
-    if reason:
+    if reason and dist.get_rank() == 0:
         _warn_of_skipped(directory, reason)
     return not reason
 

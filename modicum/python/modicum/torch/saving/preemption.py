@@ -47,25 +47,26 @@ class SigtermRequest(SigtermHandler):
     def exit(self, otherwise: str) -> NoReturn:
         """Ends the process once all ranks have saved. Rank 0 prints what they have saved since the
         step before: a checkpoint of Modicum, or `otherwise`."""
-        report = running.newest()
-        if report is not None and report is not self._saved_before:
-            otherwise = f"saved {report.path}" + (f" at step {report.step}" if report.step else "")
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"modicum: SIGTERM: {otherwise}, exiting {EXIT_CODE}", file=sys.stderr)
+        _print_exit(otherwise, None if running.newest() is self._saved_before else running.newest())
         self.end()
         self.arrived.clear()
         raise SystemExit(EXIT_CODE)
 
     def leave(self) -> None:
         """The end of the training. A SIGTERM that no agreement has answered ends the process, after
-        a save in the background that holds it, too."""
-        self.end()
-        if self.arrived and not is_held():
+        a save in the background that holds it, too. Rank 0 prints the newest saved checkpoint."""
+        if self._is_unanswered():
+            _print_exit("nothing was saved", running.newest())
             signal.raise_signal(signal.SIGTERM)
 
     def _end_process_at_the_second(self) -> None:
-        if len(self.arrived) > 1:
-            self.leave()
+        if len(self.arrived) > 1 and self._is_unanswered():
+            signal.raise_signal(signal.SIGTERM)
+
+    def _is_unanswered(self) -> bool:
+        """Whether SIGTERM has arrived; from now on it acts. False if a save holds it, too."""
+        self.end()
+        return bool(self.arrived) and not is_held()
 
 
 class Preemption:
@@ -137,6 +138,14 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
         raise
     finally:
         request.leave()
+
+
+def _print_exit(otherwise: str, saved: SaveReport | None) -> None:
+    """Prints to stderr on rank 0 that SIGTERM ends the process, and the checkpoint that was saved."""
+    if saved is not None:
+        otherwise = f"saved {saved.path}" + (f" at step {saved.step}" if saved.step else "")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"modicum: SIGTERM: {otherwise}, exiting {EXIT_CODE}", file=sys.stderr)
 
 
 def _has_saved(error: IoError) -> bool:
