@@ -244,6 +244,11 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
 
 }  // namespace
 
+int ranks_per_node_of(const Run& run) noexcept {
+  const int ranks = run.options.ranks_per_node;
+  return ranks > 0 ? ranks : run.layout.world_size();
+}
+
 Phase step_phase_of(const Run& run, StateFormat format) {
   std::optional<int> device_threads;
   if (run.on_device) device_threads = run.options.threads;

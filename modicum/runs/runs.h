@@ -73,6 +73,8 @@ struct Run {
   bool staging_given = false;            // by the user; such staging is not shrunk to fit a budget
   bool on_device = false;                // RunFlags::on_device
 };
+// The most ranks on a node.
+int ranks_per_node_of(const Run& run) noexcept;
 // The phase `step` of a plan of `run` with this state format.
 Phase step_phase_of(const Run& run, StateFormat format);
 // Throws USAGE for invalid or contradicting flags before it opens a file. Then throws the errors of

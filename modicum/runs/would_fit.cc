@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "modicum/runs/cheapest.h"
 #include "modicum/runs/runs.h"
 #include "modicum/runs/state_change.h"
 
@@ -74,13 +75,7 @@ std::vector<Change> changes_of(const Run& run, const Run* narrow, const Budget& 
       }
     }
   }
-  if (!budget.is_shared) {  // otherwise all nodes share this machine
-    std::vector<Change> with_nodes = changes;
-    for (Change& change : with_nodes) change.nodes = true;
-    changes.insert(changes.end(), with_nodes.begin(), with_nodes.end());
-  }
-  std::stable_sort(changes.begin(), changes.end(),
-                   [](const Change& a, const Change& b) { return a.rank() < b.rank(); });
+  add_nodes_and_sort(changes, !budget.is_shared);  // if shared, all nodes are this machine
   return changes;
 }
 
@@ -91,16 +86,18 @@ class Search {
       : run_(run), narrow_(narrow), budget_(budget) {}
 
   std::optional<Alternative> try_change(const Change& change) {
-    const int asked = per_node(run_.options.ranks_per_node);
+    const int asked = ranks_per_node_of(run_);
     const std::optional<Plan> plan =
-        change.nodes ? with_fewer_per_node(change, asked) : plan_of(change, asked);
+        change.nodes ? most_per_node(run_.layout.world_size(), asked,
+                                     [&](int count) { return plan_of(change, count); })
+                     : plan_of(change, asked);
     if (!plan || (change.staging && plan->options.staging_bytes >= run_.options.staging_bytes)) {
       return std::nullopt;
     }
     Alternative found{.strategy = plan->strategy().name,
                       .staging_bytes = plan->options.staging_bytes,
                       .state_format = change.format ? change.format : run_.optimizer,
-                      .ranks_per_node = per_node(plan->options.ranks_per_node),
+                      .ranks_per_node = plan->options.ranks_per_node,
                       .peak_bytes = plan->promise.node_peak_bytes(worst_node(plan->promise)),
                       .is_lossless = change.state.loss == 0,
                       .note = change.state.note};
@@ -110,8 +107,6 @@ class Search {
   }
 
  private:
-  int per_node(int ranks) const noexcept { return ranks > 0 ? ranks : run_.layout.world_size(); }
-
   // The plan with `change` and `ranks_per_node`, if it fits.
   std::optional<Plan> plan_of(const Change& change, int ranks_per_node) {
     const Run& run = change.dtype ? *narrow_ : run_;
@@ -127,26 +122,6 @@ class Search {
     }
     if (!fits(plan.promise, budget_)) return std::nullopt;
     return plan;
-  }
-
-  // The plan with `change` and the most ranks per node below `asked` that fit, by binary search.
-  // Nodes have equally many ranks, as a launcher such as torchrun starts them.
-  std::optional<Plan> with_fewer_per_node(const Change& change, int asked) {
-    std::vector<int> counts;
-    for (int count = 1; count < asked; ++count) {
-      if (run_.layout.world_size() % count == 0) counts.push_back(count);
-    }
-    std::optional<Plan> best;
-    for (size_t most = 0, too_many = counts.size(); most < too_many;) {
-      const size_t middle = most + (too_many - most) / 2;
-      if (auto plan = plan_of(change, counts[middle])) {
-        best = std::move(plan);
-        most = middle + 1;
-      } else {
-        too_many = middle;
-      }
-    }
-    return best;
   }
 
   const Phase& phase_of(const Change& change) {
@@ -179,29 +154,9 @@ class Search {
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget) {
   const std::optional<Run> narrow = narrower_run(flags, run);
   const Run* const narrow_run = narrow ? &*narrow : nullptr;
-  std::vector<Alternative> found;
   Search search(run, narrow_run, budget);
-  const int asked = run.options.ranks_per_node;
-  const auto has_more_nodes = [&](const Alternative& alternative) {
-    return alternative.ranks_per_node < (asked > 0 ? asked : run.layout.world_size());
-  };
-  const Change* last = nullptr;  // the preferred one that fits, with as many nodes
-  std::pair fewest(0, 0);        // ranks per node, and changes, of those with more nodes
-  for (const std::vector<Change> changes = changes_of(run, narrow_run, budget);
-       const Change& change : changes) {
-    if (change.count() == 0 || (last != nullptr && change.is_dearer_than(*last))) continue;
-    auto alternative = search.try_change(change);
-    if (!alternative) continue;
-    if (last == nullptr || last->nodes != change.nodes) last = &change;
-    if (change.nodes) {
-      const std::pair place(alternative->ranks_per_node, -change.count());
-      if (place < fewest) continue;
-      if (place > fewest) std::erase_if(found, has_more_nodes);
-      fewest = place;
-    }
-    found.push_back(std::move(*alternative));
-  }
-  return found;
+  return cheapest(changes_of(run, narrow_run, budget), ranks_per_node_of(run),
+                  [&](const Change& change) { return search.try_change(change); });
 }
 
 }  // namespace modicum
