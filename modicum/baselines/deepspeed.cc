@@ -483,7 +483,7 @@ DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<co
   if (config.optimizer.to_cpu) {  // else the optimizer holds no host memory
     forecast.own_lines();
     forecast.pinned_lines();
-    if (world.workers > 0) forecast.fork_lines(world.persistent_workers);
+    if (world.workers > 0 && !world.protect) forecast.fork_lines(world.persistent_workers);
   }
   forecast.our_lines();
   return forecast.take();

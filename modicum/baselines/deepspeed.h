@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "modicum/report/report.h"
 
@@ -20,6 +21,7 @@ struct DeepSpeedFlags {
   std::string config;  // path of a ds_config.json; empty: no forecast
   int workers = 0;     // forked data-loader workers per rank, at most kMaxWorkers
   bool persistent_workers = false;
+  bool protect = false;  // the program calls modicum.torch.protect
 };
 
 // The settings that determine host memory.
@@ -45,11 +47,25 @@ struct DeepSpeedWorld {
   int ranks_of_node = 1;  // ranks on the largest node
   int workers = 0;        // per rank, forked after DeepSpeed's initialisation
   bool persistent_workers = false;
+  bool protect = false;         // forked workers inherit none of DeepSpeed's buffers
   uint64_t baseline_bytes = 0;  // of a rank's process before DeepSpeed, if it is to be counted
 };
 // Forecasts the host memory of a rank that trains in bf16 or fp16. `sizes` has the number of
 // elements of each parameter. The forecast has no lines unless offload_optimizer is to the CPU.
 DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
                                      const DeepSpeedWorld& world);
+
+// The JSON merge patch that makes the configuration `from` that of `to`, which may have another
+// stage, pin less memory, and offload less; empty if they are equal.
+std::string deepspeed_patch(const DeepSpeedConfig& from, const DeepSpeedConfig& to);
+
+// What a forecast is computed from.
+struct DeepSpeedTask {
+  DeepSpeedConfig config;
+  std::vector<int64_t> sizes;  // of the parameters, in elements
+  DeepSpeedWorld world;
+
+  DeepSpeedForecast forecast() const { return deepspeed_forecast(config, sizes, world); }
+};
 
 }  // namespace modicum

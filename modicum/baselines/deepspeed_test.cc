@@ -80,6 +80,35 @@ TEST(DeepSpeed, EachLineHasItsOwner) {
   EXPECT_EQ(sum, forked.sum_at("epoch_2").bytes);
 }
 
+// Must fail if protected buffers count as copied, or anything else changes with --protect.
+TEST(DeepSpeed, ProtectedBuffersAreNotCopied) {
+  for (const std::string& offload : {kPageable, kPinned}) {
+    const DeepSpeedConfig config = read_deepspeed(config_of(2, offload), 1);
+    DeepSpeedWorld world{.workers = 2};
+    EXPECT_GT(deepspeed_forecast(config, measured_model(), world).sum_of("fork").bytes, 0U);
+    world.protect = true;
+    const DeepSpeedForecast protects = deepspeed_forecast(config, measured_model(), world);
+    EXPECT_EQ(protects.sum_of("fork").bytes, 0U);
+    EXPECT_EQ(protects.peak_bytes(), forecast(config_of(2, offload)).peak_bytes());
+  }
+}
+
+TEST(DeepSpeed, APatchHasWhatDiffers) {
+  const std::string param = R"(, "offload_param": {"device": "cpu"})";
+  const DeepSpeedConfig from = read_deepspeed(config_of(3, kPinned + param), 1);
+  EXPECT_EQ(deepspeed_patch(from, from), "");
+  DeepSpeedConfig to = from;
+  to.optimizer.pin_memory = to.param.pin_memory = false;
+  EXPECT_EQ(deepspeed_patch(from, to), R"({"zero_optimization":{"offload_optimizer":)"
+                                       R"({"pin_memory":false},"offload_param":)"
+                                       R"({"pin_memory":false}}})");
+  to = from;
+  to.stage = 2;
+  to.param.to_cpu = false;
+  EXPECT_EQ(deepspeed_patch(from, to),
+            R"({"zero_optimization":{"stage":2,"offload_param":{"device":"none"}}})");
+}
+
 // Each pinned buffer is rounded to a power of two; forks don't copy it.
 TEST(DeepSpeed, PinnedBuffersAreRoundedAndNotForked) {
   const DeepSpeedForecast pinned = forecast(config_of(2, kPinned), 2, false);

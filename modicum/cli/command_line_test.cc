@@ -75,7 +75,8 @@ TEST_F(CommandLine, EachVerbHasItsFlags) {
       "--round-robin", "--tp-rowwise",     "--tp-packed", "--tp-replicate",  "--expert-mesh",
       "--experts",     "--budget",         "--threads",   "--frozen"};
   const std::vector<std::pair<std::string, std::vector<std::string>>> flags_of = {
-      {"plan", {"--deepspeed", "--workers", "--persistent-workers", "--compare", "--device"}},
+      {"plan",
+       {"--deepspeed", "--workers", "--persistent-workers", "--protect", "--compare", "--device"}},
       {"plan", kRunFlags},
       {"load", kRunFlags},
       {"rehearse", kRunFlags},
@@ -176,7 +177,7 @@ TEST_F(CommandLine, FlagsThatWouldDoNothingAreRefused) {
       EXPECT_EQ(has(message, "nomatch"), has(flags, "nomatch")) << message;
     }
   }
-  for (const char* flag : {"--workers 2", "--persistent-workers"}) {
+  for (const char* flag : {"--workers 2", "--persistent-workers", "--protect"}) {
     const std::string message =
         program.refuse(2, fmt::format("plan /dense {}", flag))["message"].text();
     EXPECT_TRUE(has(message, std::string(flag).substr(0, std::string(flag).find(' ')))) << message;

@@ -52,13 +52,17 @@ void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
                  "planned run does not fit, plan lists the fewest changes after which it does")
       ->type_name("FILE");
   app.option_defaults()->group("DeepSpeed");
-  app.add_option("--deepspeed", flags.deepspeed.config,
-                 "ds_config.json: add a forecast of DeepSpeed's own host memory")
+  app.add_option(
+         "--deepspeed", flags.deepspeed.config,
+         "ds_config.json: add a forecast of DeepSpeed's own host memory; if it does not fit, "
+         "plan lists the fewest changes after which it does")
       ->type_name("FILE");
   app.add_option("--workers", flags.deepspeed.workers,
                  "forked data-loader workers of each rank; default 0");
   app.add_flag("--persistent-workers", flags.deepspeed.persistent_workers,
                "the workers live for all epochs; default: for one epoch");
+  app.add_flag("--protect", flags.deepspeed.protect,
+               "the program calls modicum.torch.protect: workers keep no copies of its buffers");
   app.option_defaults()->group("Reinforcement learning");
   app.add_flag("--reference", flags.node.reference,
                "also count a frozen reference model with the trainer's layout");

@@ -102,6 +102,7 @@ class JsonWriter {
   JsonWriter& value(double number);
   JsonWriter& value(bool truth) { return literal(truth ? "true" : "false"); }
   JsonWriter& null() { return literal("null"); }
+  JsonWriter& json(std::string_view document) { return literal(document); }  // as it is
   // Writes null for an empty optional.
   template <typename T>
   JsonWriter& value(const std::optional<T>& v) {

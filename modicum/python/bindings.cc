@@ -114,7 +114,8 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::string& destination, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline,
               const std::string& optimizer, const OptionalText& frozen,
-              const std::optional<Path>& deepspeed, int workers, bool persistent_workers) {
+              const std::optional<Path>& deepspeed, int workers, bool persistent_workers,
+              bool protect) {
   const RunFlags flags{.directory = path.string(),
                        .ranks = ranks,
                        .ranks_per_node = ranks_per_node,
@@ -139,7 +140,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .baseline = text_of("baseline", baseline)};
   const PlanFlags of_plan{
       .budget = text_of("budget", budget),
-      .deepspeed = {deepspeed.value_or(Path()).string(), workers, persistent_workers}};
+      .deepspeed = {deepspeed.value_or(Path()).string(), workers, persistent_workers, protect}};
   return as_dict(without_the_lock([&] {
     PosixFileSystem files;
     return plan_json(job_report(files, flags, of_plan));
@@ -184,6 +185,7 @@ Args:
     deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
     workers: for the forecast: forked data-loader workers per rank, 0 to 1024.
     persistent_workers: for the forecast: whether the workers live for all epochs.
+    protect: for the forecast: whether the program calls `modicum.torch.protect`.
 
 Returns:
     The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
@@ -216,7 +218,8 @@ void define_plan(nb::module_& module) {
              "keep_fp32"_a = nb::none(), "recipe"_a = nb::none(), "untie"_a = flags.untie,
              "destination"_a = flags.destination, "staging"_a = nb::none(), "budget"_a = nb::none(),
              "baseline"_a = nb::none(), "optimizer"_a = flags.optimizer, "frozen"_a = nb::none(),
-             "deepspeed"_a = nb::none(), "workers"_a = 0, "persistent_workers"_a = false, kPlanDoc);
+             "deepspeed"_a = nb::none(), "workers"_a = 0, "persistent_workers"_a = false,
+             "protect"_a = false, kPlanDoc);
 }
 
 // Raises an Error as the class of modicum.errors for its category.

@@ -47,6 +47,10 @@ uint64_t DeepSpeedForecast::on_node(uint64_t bytes) const noexcept {
   return saturating_mul(bytes, static_cast<uint64_t>(ranks_of_node));
 }
 
+bool has_forecast(const PlanReport& report) {
+  return report.deepspeed && !report.deepspeed->lines.empty();
+}
+
 std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
   const DeepSpeedForecast& forecast = *report.deepspeed;
   std::vector<Owner> owners;
@@ -83,7 +87,8 @@ std::string per_param_text(const DeepSpeedForecast& forecast, const DeepSpeedFor
 
 }  // namespace
 
-void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast) {
+void deepspeed_member(JsonWriter& out, const PlanReport& report) {
+  const DeepSpeedForecast& forecast = *report.deepspeed;
   const auto amount = [&](const DeepSpeedForecast::Sum& sum) {
     out.member("bytes_per_param", forecast.per_param(sum)).member("fixed_bytes", sum.fixed_bytes);
     out.member("rank_bytes", sum.bytes).member("node_bytes", forecast.on_node(sum.bytes));
@@ -101,6 +106,8 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast) {
         .member("bytes_per_param", forecast.per_param(sum_of_line(line)));
     out.member("is_fixed", line.is_fixed).member("bytes", line.bytes).end_object();
   }
+  out.end_array().key("not_counted").begin_array();
+  for (const std::string& sentence : not_counted(report)) out.value(sentence);
   out.end_array().key("totals").begin_object();
   for (const std::string_view phase : kPhases) {
     out.key(phase).begin_object();
@@ -119,36 +126,49 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast) {
   out.end_array().end_object();
 }
 
-std::string deepspeed_text(const DeepSpeedForecast& forecast) {
-  std::string text = fmt::format(
-      "\nDeepSpeed {}, ZeRO stage {}: host memory of a rank that keeps {} of {} parameters\n\n",
-      forecast.version, forecast.stage, forecast.params_of_rank, forecast.params);
-  text += fmt::format("{:<9} {:<16} {:>12} {:>10}  {}\n", "taken at", "owner", "bytes", "per param",
-                      "what");
+namespace {
+
+std::string total_text(const DeepSpeedForecast& forecast, std::string_view what,
+                       const DeepSpeedForecast::Sum& sum) {
+  return fmt::format("{:<26} {:>12} {:>10}  per node: {}{}\n", what, format_size(sum.bytes),
+                     per_param_text(forecast, sum), format_size(forecast.on_node(sum.bytes)),
+                     sum.fixed_bytes == 0 || sum.fixed_bytes == sum.bytes
+                         ? ""
+                         : fmt::format("; fixed: {}", format_size(sum.fixed_bytes)));
+}
+
+// A table of the lines, and sums by owner and by phase.
+std::string lines_text(const DeepSpeedForecast& forecast) {
+  std::string text = fmt::format("\n{:<9} {:<16} {:>12} {:>10}  {}\n", "taken at", "owner", "bytes",
+                                 "per param", "what");
   for (const DeepSpeedForecast::Line& line : forecast.lines) {
     text += fmt::format("{:<9} {:<16} {:>12} {:>10}  {}\n", line.phase, line.owner,
                         format_size(line.bytes), per_param_text(forecast, sum_of_line(line)),
                         line.name);
   }
-  const auto total = [&](std::string_view what, const DeepSpeedForecast::Sum& sum) {
-    text += fmt::format("{:<26} {:>12} {:>10}  per node: {}{}\n", what, format_size(sum.bytes),
-                        per_param_text(forecast, sum), format_size(forecast.on_node(sum.bytes)),
-                        sum.fixed_bytes == 0 || sum.fixed_bytes == sum.bytes
-                            ? ""
-                            : fmt::format("; fixed: {}", format_size(sum.fixed_bytes)));
-  };
   text += '\n';
   for (const std::string_view owner : kForecastOwners) {
     const DeepSpeedForecast::Sum sum = forecast.sum_of(owner);
-    if (sum.bytes > 0) total(fmt::format("sum of {}", owner), sum);
+    if (sum.bytes > 0) text += total_text(forecast, fmt::format("sum of {}", owner), sum);
   }
   text += '\n';
   for (const std::string_view phase : kPhases) {
-    total(fmt::format("all by {}", phase), forecast.sum_at(phase));
+    text += total_text(forecast, fmt::format("all by {}", phase), forecast.sum_at(phase));
   }
+  return text;
+}
+
+}  // namespace
+
+std::string deepspeed_text(const DeepSpeedForecast& forecast) {
+  std::string text = fmt::format(
+      "\nDeepSpeed {}, ZeRO stage {}: host memory of a rank that keeps {} of {} parameters\n",
+      forecast.version, forecast.stage, forecast.params_of_rank, forecast.params);
+  text += forecast.lines.empty() ? "no optimizer state\n" : lines_text(forecast);
   text += "\nModicum's optimizer state by format, held from the beginning\n";
-  for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours)
-    total(row_of(ours.format).name, {ours.bytes});
+  for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours) {
+    text += total_text(forecast, row_of(ours.format).name, {ours.bytes});
+  }
   return text;
 }
 

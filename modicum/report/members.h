@@ -66,11 +66,14 @@ bool has_only_forecast(const PlanReport& report);
 // What processes of torch hold in addition to the default of --baseline, on the fullest node.
 std::string baseline_clause(const PlanReport& report);
 void alternative_object(JsonWriter& out, const Alternative& alternative);
+std::string changes_text(const Alternative& alternative);  // its flags and its configuration
+// What the forecast of DeepSpeed leaves out, each as a sentence. Requires report.deepspeed.
+std::vector<std::string> not_counted(const PlanReport& report);
 // The member `from`, and the sentence in it. Both require report.past and report.budget.
 void past_run_member(JsonWriter& out, const PlanReport& report);
 std::string past_run_sentence(const PlanReport& report);
 
-void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast);
+void deepspeed_member(JsonWriter& out, const PlanReport& report);
 std::string deepspeed_text(const DeepSpeedForecast& forecast);
 // "DeepSpeed 0.19.8, ZeRO-2, needs 20.80 GiB by init, ..., 25.24 GiB by epoch_2 on a node".
 std::string deepspeed_sentence(const DeepSpeedForecast& forecast);

@@ -95,12 +95,16 @@ std::string past_run_sentence(const PlanReport& report) {
   std::string text = held_text(*report.past, report.budget->bytes);
   if (!report.refusal) {
     if (report.wider_refusal) {
-      return text + "; the planned load fits, but " + report.wider_refusal->what_happened();
+      text += "; the planned load fits, but " + report.wider_refusal->what_happened();
+      if (report.alternatives.empty()) return text;
+      const Alternative& cheapest = report.alternatives.front();
+      return text + fmt::format("; {} would fit: {}: at most {} on a node", cheapest.who,
+                                changes_text(cheapest), format_size(cheapest.peak_bytes));
     }
     if (report.job_fits.value_or(true)) return text + "; the planned run fits without a change";
     return text + "; the planned load fits, but " + job_shortfall(report);
   }
-  if (report.alternatives.empty()) {
+  if (report.alternatives.empty() || !report.alternatives.front().who.empty()) {
     return text + "; no dtype, state format, strategy, staging or number of nodes fits";
   }
   const Alternative& cheapest = report.alternatives.front();

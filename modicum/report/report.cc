@@ -86,7 +86,13 @@ void strategy_object(JsonWriter& out, const StrategyReport& strategy,
 
 // Members of `plan` for a run that does not fit its budget.
 void refusal_members(JsonWriter& out, const PlanReport& report) {
-  out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
+  uint64_t shortfall_bytes = 0;  // of the load or of DeepSpeed, which needs more
+  if (report.refusal) shortfall_bytes = report.refusal->facts().shortfall_bytes.value_or(0);
+  if (!report.deepspeed_fits.value_or(true)) {
+    const Error refusal = refusal_of_deepspeed(report).value();
+    shortfall_bytes = std::max(shortfall_bytes, refusal.facts().shortfall_bytes.value_or(0));
+  }
+  out.member("shortfall_bytes", shortfall_bytes);
   out.key("would_fit").begin_array();
   for (const Alternative& alternative : report.alternatives) alternative_object(out, alternative);
   out.end_array();
@@ -214,9 +220,9 @@ std::string plan_json(const PlanReport& report) {
   if (report.deepspeed_fits) out.member("deepspeed_fits", *report.deepspeed_fits);
   out.key("baseline").begin_object().member("bytes", report.baseline.bytes);
   out.member("source", report.baseline.is_given ? "flag" : "default").end_object();
-  if (report.refusal) refusal_members(out, report);
+  if (report.refusal || !report.deepspeed_fits.value_or(true)) refusal_members(out, report);
   if (report.past) past_run_member(out, report);
-  if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
+  if (report.deepspeed) deepspeed_member(out, report);
   return out.end_object().text();
 }
 
@@ -224,6 +230,9 @@ std::string plan_text(const PlanReport& report, bool compares) {
   const CheckpointFacts& checkpoint = report.checkpoint;
   std::string text = past_text(report);
   for (const std::string& answer : answers(report)) text += wrapped(answer);
+  if (report.deepspeed) {
+    for (const std::string& sentence : not_counted(report)) text += wrapped(sentence);
+  }
   if (!report.baseline.is_given) text += wrapped(baseline_clause(report));
   text += fmt::format(
       "\n{}{} in {}, {}; {}\n", checkpoint.hub ? name_of(*checkpoint.hub) + ": " : "",

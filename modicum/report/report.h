@@ -114,8 +114,12 @@ struct DeepSpeedForecast {
   double per_param(const Sum& sum) const noexcept;
 };
 
-// The requested run with some flags changed, so that its plan fits the budget.
+constexpr std::string_view kDeepSpeed = "DeepSpeed";
+constexpr std::string_view kInPlaceOfDeepSpeed = "Modicum's AdamW in place of DeepSpeed's";
+
+// The requested run, or another one, with changes after which its plan or forecast fits the budget.
 struct Alternative {
+  std::string_view who;  // kDeepSpeed or kInPlaceOfDeepSpeed; empty: the requested run
   std::string_view strategy;
   uint64_t staging_bytes = 0;
   std::optional<StateFormat> state_format;  // none: no optimizer
@@ -125,7 +129,8 @@ struct Alternative {
   bool is_lossless = true;     // see `note`
   // What another dtype or state format keeps, loses and changes. Empty: neither changes.
   std::string note;
-  std::string flags;  // only those that change: "--strategy node-reader"
+  std::string flags;   // only those that change: "--strategy node-reader"
+  std::string config;  // of who trains with DeepSpeed: a JSON merge patch for its configuration
 };
 
 // What a rank process is assumed to hold before the load.
@@ -159,6 +164,8 @@ struct PlanReport {
 // The timeline of `node`. `engine_bytes`: the size of one engine's weights.
 NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
                            int node);
+// Whether a forecast has lines: DeepSpeed's configuration has offload_optimizer.
+bool has_forecast(const PlanReport& report);
 // BUDGET unless DeepSpeed's own memory fits the budget. Requires report.budget and deepspeed.
 std::optional<Error> refusal_of_deepspeed(const PlanReport& report);
 // BUDGET unless all holders on each node fit the budget with the requested strategy. Requires

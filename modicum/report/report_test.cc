@@ -251,6 +251,55 @@ TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
       << text;
 }
 
+// Must fail if a change of DeepSpeed reads as one of the load, or its configuration is left out.
+TEST(PlanReport, ADeepSpeedThatDoesNotFitNamesItsChanges) {
+  PlanReport report = plan_within(2199 * kMiB);
+  report.baseline.is_given = true;
+  EXPECT_NE(plan_text(report, false).find("\nDeepSpeed: no pin_memory, "), std::string::npos);
+  report.alternatives = {{.who = kDeepSpeed,
+                          .ranks_per_node = 3,
+                          .peak_bytes = kGiB,
+                          .note = "N",
+                          .flags = "--protect",
+                          .config = R"({"a":{"b":3}})"},
+                         {.who = kDeepSpeed, .ranks_per_node = 3, .flags = "--left-out"},
+                         {.who = kDeepSpeed, .ranks_per_node = 1, .flags = "--ranks-per-node 1"},
+                         {.who = kInPlaceOfDeepSpeed, .ranks_per_node = 3, .flags = "--o"}};
+  const std::string text = plan_text(report, false);
+  EXPECT_NE(text.find("\nDeepSpeed would fit: --protect, {\"a\":{\"b\":3}} in ds_config.json: "
+                      "1.00 GiB on 1 node; N\n"
+                      "DeepSpeed would fit: --ranks-per-node 1: 0 B on each of 3 nodes\n"
+                      "Modicum's AdamW in place of DeepSpeed's would fit: --o: 0 B on 1 node\n"
+                      "not counted: what from_pretrained holds before deepspeed.initialize; "),
+            std::string::npos)
+      << text;
+  EXPECT_EQ(text.find("DeepSpeed: no "), std::string::npos);
+  const std::string json = plan_json(report);
+  for (const char* part :
+       {R"("shortfall_bytes":1048576,"would_fit":[{)",
+        R"("lossless":"same weights, master and moments; N","lossy":null,"flags":"--protect",)"
+        R"("who":"DeepSpeed","config":{"a":{"b":3}}})",
+        R"("not_counted":["not counted: what from_pretrained)"}) {
+    EXPECT_NE(json.find(part), std::string::npos) << part << "\n" << json;
+  }
+}
+
+// Must fail if the load of Modicum reads as the verdict about DeepSpeed.
+TEST(PlanReport, WithoutOffloadTheFirstLineSaysWhatIsJudged) {
+  PlanReport report = small_plan();
+  report.deepspeed = DeepSpeedForecast{.version = "0.19.8", .stage = 2};
+  report.budget = Budget{200 * kMiB, "flag"};
+  report.fits = true;
+  const std::string text = plan_text(report, false);
+  EXPECT_TRUE(
+      text.starts_with("without offload_optimizer DeepSpeed holds no optimizer state in "
+                       "host memory; what follows is about Modicum alone\n"
+                       "fits: budget 200.00 MiB per node (flag), needed 120.00 MiB for the "
+                       "load by Modicum, 80.00 MiB left\n"))
+      << text;
+  EXPECT_EQ(plan_json(report).find("deepspeed_fits"), std::string::npos);
+}
+
 // Must fail if the load of Modicum has a row although nothing trains with Modicum.
 TEST(PlanReport, DeepSpeedHasSumsByOwnerAndNoTableOfStrategies) {
   PlanReport report = small_plan();
@@ -284,7 +333,8 @@ TEST(PlanPage, DrawsDeepSpeedInPlaceOfTheLoad) {
         R"("fork":[0,0,209715200]})",
         R"("name":"step_1")", R"("peak":{"at_s":2,"bytes":2306867200,)",
         R"("sentence":"does not fit: budget 2.15 GiB per node (flag), needed 2.15 GiB for )",
-        R"(DeepSpeed, short by 1.00 MiB")", R"-("Budget":"2.15 GiB per node (flag)")-",
+        R"(DeepSpeed, short by 1.00 MiB\nDeepSpeed: no )",
+        R"-("Budget":"2.15 GiB per node (flag)")-",
         R"(["fp32 master","deepspeed","init","1000.00 MiB","500.00 MiB","0 B","5242880.00"])",
         R"(["sum","fork","","200.00 MiB","100.00 MiB",)",
         R"(["sum","deepspeed","","1.95 GiB","1000.00 MiB","100.00 MiB",)",

@@ -19,16 +19,12 @@ struct Holder {
   uint64_t bytes = 0;  // at its peak, on the fullest node
 };
 
-bool has_forecast(const PlanReport& report) {
-  return report.deepspeed && !report.deepspeed->lines.empty();
-}
-
 // The largest first.
 std::vector<Holder> holders_of(const PlanReport& report) {
   const StrategyReport& run = report.requested();
   std::vector<Holder> holders;
   if (!has_only_forecast(report) || report.refusal) {
-    const bool has_others = has_forecast(report);
+    const bool has_others = report.deepspeed.has_value();
     holders.push_back({report.optimizer.empty() ? has_others ? "the load by Modicum" : "the load"
                        : has_others             ? "load and steps by Modicum"
                                                 : "load and steps",
@@ -90,8 +86,9 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
       nodes == 1 ? "on 1 node" : fmt::format("on each of {}", counted(nodes, "node"));
   // Of several holders, only load and steps have been planned with the changes.
   const bool is_alone = !report.deepspeed_fits.value_or(true) || !report.node_fits.value_or(true);
-  const std::string_view who = is_alone ? "the load alone " : "";
-  std::string text = fmt::format("{}would fit: {}: {} {}", who, alternative.flags,
+  std::string who = is_alone ? "the load alone " : "";
+  if (!alternative.who.empty()) who = fmt::format("{} ", alternative.who);
+  std::string text = fmt::format("{}would fit: {}: {} {}", who, changes_text(alternative),
                                  format_size(alternative.peak_bytes), where);
   if (!alternative.note.empty()) text += "; " + alternative.note;
   if (report.baseline.is_given) return text;
@@ -100,14 +97,20 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
   return word.empty() ? text : text + fmt::format("; with torch it {}", word);
 }
 
-// The first of the alternatives on the same nodes, and the first with fewer ranks per node.
+// Of the requested run, of DeepSpeed and of Modicum in its place: the first of the alternatives on
+// the same nodes, and the first with fewer ranks per node.
 std::vector<std::string> alternatives_text(const PlanReport& report) {
   std::vector<std::string> lines;
-  int ranks_per_node = 0;
+  const Alternative* last = nullptr;
+  size_t of_who = 0;  // lines about last->who
   for (const Alternative& alternative : report.alternatives) {
-    if (alternative.ranks_per_node == ranks_per_node) continue;
-    if (lines.size() == 2) break;
-    ranks_per_node = alternative.ranks_per_node;
+    if (last == nullptr || alternative.who != last->who) {
+      of_who = 0;
+    } else if (of_who == 2 || alternative.ranks_per_node == last->ranks_per_node) {
+      continue;
+    }
+    last = &alternative;
+    ++of_who;
     lines.push_back(alternative_text(report, alternative));
   }
   return lines;
@@ -128,6 +131,11 @@ std::string job_shortfall(const PlanReport& report) {
 std::vector<std::string> answers(const PlanReport& report) {
   const std::vector<Holder> holders = holders_of(report);
   std::vector<std::string> lines;
+  if (report.deepspeed && !has_forecast(report)) {
+    lines.emplace_back(
+        "without offload_optimizer DeepSpeed holds no optimizer state in host memory; what follows "
+        "is about Modicum alone");
+  }
   if (!report.budget) {
     for (const Holder& holder : holders) lines.push_back(need_of(report, holder));
     return lines;
@@ -137,16 +145,37 @@ std::vector<std::string> answers(const PlanReport& report) {
     lines.push_back(fmt::format("{}: needed {}, {}", holders[i].who, format_size(holders[i].bytes),
                                 rest_text(report.budget->bytes, holders[i].bytes)));
   }
-  if (!report.refusal) {
-    if (!report.job_fits.value_or(true)) lines.push_back(job_shortfall(report));
-    return lines;
-  }
+  if (!report.refusal && !report.job_fits.value_or(true)) lines.push_back(job_shortfall(report));
   for (std::string& line : alternatives_text(report)) lines.push_back(std::move(line));
-  if (report.alternatives.empty()) {
+  const auto has_none = [&](auto is_about) {
+    return std::none_of(report.alternatives.begin(), report.alternatives.end(), is_about);
+  };
+  if (report.refusal && has_none([](const Alternative& other) { return other.who.empty(); })) {
     lines.emplace_back(
         "no other dtype, state format, strategy, staging or ranks per node fits either");
   }
+  if (!report.deepspeed_fits.value_or(true) &&
+      has_none([](const Alternative& other) { return other.who == kDeepSpeed; })) {
+    lines.emplace_back(
+        "DeepSpeed: no pin_memory, offload_param, stage, workers, protection or ranks per node "
+        "fits");
+  }
   return lines;
+}
+
+std::string changes_text(const Alternative& alternative) {
+  if (alternative.config.empty()) return alternative.flags;
+  const std::string_view comma = alternative.flags.empty() ? "" : ", ";
+  return fmt::format("{}{}{} in ds_config.json", alternative.flags, comma, alternative.config);
+}
+
+std::vector<std::string> not_counted(const PlanReport& report) {
+  const uint64_t bytes = report.deepspeed->on_node(report.checkpoint.bytes);
+  const bool is_over = report.budget && bytes > report.budget->bytes;
+  return {fmt::format(
+      "not counted: what from_pretrained holds before deepspeed.initialize; the stored weights in "
+      "each rank would be {} per node{}",
+      format_size(bytes), is_over ? ", which does not fit" : "")};
 }
 
 std::string wrapped(std::string_view line) {
@@ -175,9 +204,9 @@ std::string baseline_clause(const PlanReport& report) {
       "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
       "{:.1f} GiB more per node",
       format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib, least, most);
-  if (!report.fits.value_or(false)) return text;
-  const std::string_view word =
-      with_torch(report.budget->bytes - promise.node_peak_bytes(node), ranks);
+  const uint64_t needed_bytes = holders_of(report).front().bytes;
+  if (!report.budget || needed_bytes > report.budget->bytes) return text;
+  const std::string_view word = with_torch(report.budget->bytes - needed_bytes, ranks);
   return word.empty() ? text : text + fmt::format(", which {}", word);
 }
 
@@ -192,12 +221,17 @@ void alternative_object(JsonWriter& out, const Alternative& alternative) {
   const std::string& note = alternative.note;
   std::optional<std::string> lossless, lossy;
   if (alternative.is_lossless) {
-    lossless = !note.empty() ? note : !format ? "same weights" : "same weights, master and moments";
+    const bool is_deepspeed = alternative.who == kDeepSpeed;  // whose notes are about the program
+    lossless = format || is_deepspeed ? "same weights, master and moments" : "same weights";
+    if (!note.empty()) lossless = is_deepspeed ? fmt::format("{}; {}", *lossless, note) : note;
   } else {
     lossy = note;
   }
   out.member("lossless", lossless).member("lossy", lossy);
-  out.member("flags", alternative.flags).end_object();
+  out.member("flags", alternative.flags);
+  if (!alternative.who.empty()) out.member("who", alternative.who);
+  if (!alternative.config.empty()) out.key("config").json(alternative.config);
+  out.end_object();
 }
 
 }  // namespace modicum

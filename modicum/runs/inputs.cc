@@ -69,10 +69,11 @@ std::vector<PageFact> inputs_of(const RunFlags& flags, const PlanFlags& of_plan,
   if (deepspeed.config.empty()) return facts;
   facts.push_back(
       {"DeepSpeed",
-       fmt::format("{}, {} per rank", printable(base_name(deepspeed.config)),
+       fmt::format("{}, {} per rank{}", printable(base_name(deepspeed.config)),
                    counted(static_cast<uint64_t>(deepspeed.workers),
                            deepspeed.persistent_workers ? "persistent data-loader worker"
-                                                        : "data-loader worker"))});
+                                                        : "data-loader worker"),
+                   deepspeed.protect ? ", with modicum.torch.protect" : "")});
   return facts;
 }
 

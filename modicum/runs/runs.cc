@@ -306,14 +306,35 @@ void require_sense(const DeepSpeedFlags& deepspeed) {
          {.expected = fmt::format("0 to {}", kMaxWorkers),
           .got = fmt::format("{}", deepspeed.workers)});
   }
-  if (deepspeed.config.empty() && (deepspeed.workers > 0 || deepspeed.persistent_workers)) {
-    fail(Category::usage,
-         fmt::format("{} needs --deepspeed",
-                     deepspeed.workers > 0 ? "--workers" : "--persistent-workers"));
+  const std::string_view about_workers = deepspeed.persistent_workers ? "--persistent-workers"
+                                         : deepspeed.protect          ? "--protect"
+                                                                      : "";
+  const std::string_view first = deepspeed.workers > 0 ? "--workers" : about_workers;
+  if (deepspeed.config.empty() && !first.empty()) {
+    fail(Category::usage, fmt::format("{} needs --deepspeed", first));
   }
-  if (deepspeed.persistent_workers && deepspeed.workers == 0) {
-    fail(Category::usage, "--persistent-workers needs --workers above 0");
+  if (deepspeed.workers == 0 && !about_workers.empty()) {
+    fail(Category::usage, fmt::format("{} needs --workers above 0", about_workers));
   }
+}
+
+// Nothing without --deepspeed.
+std::optional<DeepSpeedTask> deepspeed_task(const RunFlags& flags, const DeepSpeedFlags& deepspeed,
+                                            const Run& run) {
+  if (deepspeed.config.empty()) return std::nullopt;
+  DeepSpeedTask task{.config = naming_file(base_name(deepspeed.config), [&] {
+                       const std::string text =
+                           text_of(*run.files, deepspeed.config, Category::usage);
+                       return read_deepspeed(text, flags.ranks);
+                     })};
+  task.sizes = trained_sizes(run.recipe);
+  task.world = {.ranks = flags.ranks,
+                .ranks_of_node = std::min(flags.ranks, ranks_per_node_of(run)),
+                .workers = deepspeed.workers,
+                .persistent_workers = deepspeed.persistent_workers,
+                .protect = deepspeed.protect,
+                .baseline_bytes = flags.baseline.empty() ? 0 : run.options.baseline_bytes};
+  return task;
 }
 
 // The bytes of parameters that each rank has on its device, padding included.
@@ -364,16 +385,8 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
                     .inputs = inputs_of(flags, of_plan, run),
                     .optimizer = run.optimizer ? optimizer_text(run) : ""};
   if (run.on_device) report.device_bytes = device_bytes_of(run);
-  if (!deepspeed.config.empty()) {
-    const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
-    const DeepSpeedConfig config = naming_file(base_name(deepspeed.config), [&] {
-      return read_deepspeed(text_of(files, deepspeed.config, Category::usage), flags.ranks);
-    });
-    report.deepspeed = deepspeed_forecast(
-        config, trained_sizes(run.recipe),
-        {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers,
-         report.baseline.is_given ? report.baseline.bytes : 0});
-  }
+  const std::optional<DeepSpeedTask> training = deepspeed_task(flags, deepspeed, run);
+  if (training) report.deepspeed = training->forecast();
   report.budget = planned_budget(flags, of_plan, past);
   uint64_t needed_bytes = 0;
   std::optional<Traffic> of_own_shards;
@@ -393,9 +406,14 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   for (StrategyReport& strategy_report : report.strategies)
     strategy_report.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(flags, run, *report.budget);
-  if (report.budget && report.deepspeed) {
+  if (report.budget && has_forecast(report)) {
     report.wider_refusal = refusal_of_deepspeed(report);
     report.deepspeed_fits = !report.wider_refusal;
+  }
+  if (report.wider_refusal) {
+    for (Alternative& other : would_fit(flags, run, *training, *report.budget)) {
+      report.alternatives.push_back(std::move(other));
+    }
   }
   more(run, report);
   return report;

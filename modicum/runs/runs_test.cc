@@ -23,8 +23,10 @@ RunFlags flags_of(const std::function<void(RunFlags&)>& change) {
   return flags;
 }
 
-PlanReport report_of(FileSystem& files, const RunFlags& flags, const std::string& budget) {
-  return plan_report(files, flags, {.budget = budget}, [](const Run&, PlanReport&) {});
+PlanReport report_of(FileSystem& files, const RunFlags& flags, const std::string& budget,
+                     const DeepSpeedFlags& deepspeed = {}) {
+  return plan_report(files, flags, {.budget = budget, .deepspeed = deepspeed},
+                     [](const Run&, PlanReport&) {});
 }
 
 std::optional<Category> failure(FileSystem& files, const RunFlags& flags) {
@@ -257,6 +259,30 @@ TEST_F(Alternatives, CodesThatAreDequantisedLeaveNoScales) {
   EXPECT_EQ(all[0].note,
             "lossy: the loaded weights have 16 bits, with no 32-bit master; float32, float8_e4m3fn "
             "is rounded to bf16");
+}
+
+// Must fail if a change that does not fit is named, or one with more changes than needed.
+TEST_F(Alternatives, OfDeepSpeedFit) {
+  store(DType::bf16);
+  files.put("/ds.json", R"({"bf16": {"enabled": true}, "zero_optimization": {"stage": 2,)"
+                        R"("offload_optimizer": {"device": "cpu", "pin_memory": false}}})");
+  const auto planned = [&](const std::string& budget, bool protect) {
+    return report_of(files, flags_of("", "none"), budget, {"/ds.json", 2, false, protect});
+  };
+  const DeepSpeedForecast protects = *planned("", true).deepspeed;
+  const uint64_t least = protects.on_node(protects.peak_bytes());
+  const std::vector<Alternative> enough = planned(std::to_string(least), false).alternatives;
+  ASSERT_GE(enough.size(), 3U);
+  EXPECT_EQ(enough[0].flags, "--protect");
+  EXPECT_EQ(enough[0].peak_bytes, least);
+  EXPECT_EQ(enough[1].flags, "--ranks-per-node 1");
+  EXPECT_EQ(enough[2].flags, "--device --optimizer adamw:fp32");
+  EXPECT_EQ(enough[2].who, kInPlaceOfDeepSpeed);
+  const std::vector<Alternative> fewer = planned(std::to_string(least - 1), false).alternatives;
+  ASSERT_GE(fewer.size(), 2U);
+  EXPECT_EQ(fewer[0].flags, "--protect");
+  EXPECT_EQ(fewer[0].config, R"({"zero_optimization":{"stage":3}})");
+  for (const Alternative& alternative : fewer) EXPECT_LT(alternative.peak_bytes, least);
 }
 
 // Must fail if the host still holds the parameters, or no master of its own.

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "modicum/baselines/baselines.h"
 #include "modicum/plan/plan.h"
 #include "modicum/report/report.h"
 
@@ -18,5 +19,12 @@ struct RunFlags;
 // those with the fewest changes. Staging and ranks per node change only as far as needed. The
 // function has planned each of these runs. Empty if no run fits.
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget);
+
+// For a training by DeepSpeed, `task`, that does not fit `budget`: changes of its configuration,
+// protection of its buffers, other workers and fewer ranks per node after which its forecast fits,
+// the fewest first; and, if `run` has no optimizer, the same run with Modicum's AdamW. Empty if
+// none fits.
+std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const DeepSpeedTask& task,
+                                   const Budget& budget);
 
 }  // namespace modicum

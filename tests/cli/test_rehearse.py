@@ -2,8 +2,7 @@
 memory of each phase is compared with its promise, and limited to it by a cgroup. That the digests
 do not depend on ranks, threads or layout is tested in modicum/cli/resumed_worlds_test.cc.
 
-Catches: optimizer state is not promised, or promised and not held; the budget is checked too late;
-DeepSpeed's memory is not compared with the budget.
+Catches: optimizer state is not promised, or promised and not held; the budget is checked too late.
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from cage import cage, drop_page_cache, why_no_cage
-from program import Ended, failure, node_peak, run, run_json
+from program import Ended, failure, node_peak, run_json
 
 MIB = 1 << 20
 RANK_KEYS = {
@@ -168,37 +167,3 @@ def test_save_and_resume_keep_their_promises(modicum: Path, gpt2: Path, tmp_path
     highest = max(phase["nodes"][0]["promised_bytes"] for phase in document["phases"])
     assert document["promised_bytes"] == [highest]
     shutil.rmtree(tmp_path / "root")
-
-
-# ---- DeepSpeed's own memory
-
-
-def test_plan_also_forecasts_deepspeeds_memory(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    config = {
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    }
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(config))
-    words = ("plan", gpt2, "--ranks", 2, "--deepspeed", file)
-    forecast = run_json(modicum, *words, "--workers", 2)["deepspeed"]
-    assert {"version", "stage", "lines", "totals", "ours"} <= set(forecast)
-    assert forecast["stage"] == 2
-    lines = forecast["lines"]
-    assert {line["owner"] for line in lines} == {"deepspeed", "fork", "pinned rounding"}
-    assert all({"name", "phase", "bytes_per_param", "bytes"} <= set(line) for line in lines)
-    total = sum(line["bytes"] for line in lines)
-    assert forecast["totals"]["epoch_2"]["rank_bytes"] == total
-    assert forecast["totals"]["epoch_2"]["node_bytes"] == 2 * total
-    for budget, code in ((2 * total, 0), (2 * total - 1, 15)):
-        done = run(modicum, *words, "--workers", 2, "--budget", budget)
-        assert done.code == code
-        verdict = done.stdout.splitlines()[0]
-        over = verdict.startswith("does not fit: ") and verdict.endswith("DeepSpeed, short by 1 B")
-        assert over == ("DeepSpeed on a node by epoch_2: budget " in done.stderr) == (code > 0)
-    assert forecast["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
-    assert "deepspeed" not in run_json(modicum, "plan", gpt2)
-    config["zero_optimization"]["stage3_weird_cache"] = 5
-    file.write_text(json.dumps(config))
-    error = failure(modicum, 2, *words)
-    assert error["category"] == "UNSUPPORTED" and "stage3_weird_cache" in error["message"]

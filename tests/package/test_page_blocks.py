@@ -66,13 +66,10 @@ RUN_BY = {
         ("equal after rounding", OUTPUT + "differences"),
     ],
     "docs/guide/deepspeed.md": [
-        ("modicum plan", COMMANDS),
+        ("--report forecast.html", COMMANDS),
+        ("qwen3-8b", PLANS),
         ("protect(engine)", WAYS + "the_deepspeed_block_protects_and_measures"),
         ("fork ----", OUTPUT + "a drawing"),
-        (
-            "examples/zero2_offload.py",
-            "torch/optim/test_deepspeed.py::test_without_workers_deepspeed_holds_18_bytes",
-        ),
         ("config_of", BLOCKS + "deepspeeds_callback_is_one_of_trainer"),
     ],
     "docs/guide/doctor.md": [

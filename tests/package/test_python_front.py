@@ -83,6 +83,7 @@ def test_the_forecast_for_deepspeed_equals_the_command_lines(
     # Workers that do not persist are forked again for each epoch, which copies more memory.
     again = front.plan(gpt2, **{**how, "persistent_workers": False})
     assert again["deepspeed"] != planned["deepspeed"]
+    assert front.plan(gpt2, **how, protect=True) == cli(modicum, "plan", gpt2, *flags, "--protect")
 
 
 def test_a_recipe_is_read_from_its_path(modicum: Path, gpt2: Path, recipe: Path) -> None:

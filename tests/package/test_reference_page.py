@@ -33,7 +33,7 @@ def test_the_command_line_page_has_every_flag(root: Path, modicum: Path) -> None
     [
         "README.md",
         "README.zh.md",
-        *(f"docs/guide/{n}.md" for n in ("plan", "gpus", "tensor-parallel")),
+        *(f"docs/guide/{n}.md" for n in ("plan", "gpus", "tensor-parallel", "deepspeed")),
     ],
 )
 def test_a_plan_on_a_page_equals_the_programs_output(

@@ -25,7 +25,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: object | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: object | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False, protect: bool = False) -> dict:
     """
     Which rank reads which bytes, and what each rank and node holds, by strategy.
 
@@ -64,6 +64,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
         workers: for the forecast: forked data-loader workers per rank, 0 to 1024.
         persistent_workers: for the forecast: whether the workers live for all epochs.
+        protect: for the forecast: whether the program calls `modicum.torch.protect`.
 
     Returns:
         The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
