@@ -280,7 +280,8 @@ PageTable figures_of(const std::string& caption, const Chart& chart) {
 
 std::string verdict_sentence(const PlanReport& report) {
   if (report.past) return past_run_sentence(report);
-  if (!report.budget) return "";
+  const bool has_no_offload = report.deepspeed && !has_forecast(report);  // the answer begins so
+  if (!report.budget && !has_no_offload) return "";
   return fmt::format("{}", fmt::join(answers(report), "\n"));
 }
 
@@ -320,7 +321,7 @@ std::string plan_page(const PlanReport& report, std::string_view title, const Pa
     text.figures.push_back(figures_of(label, chart));
     runs.emplace_back(std::move(label), document_of(chart, report.budget));
   };
-  if (report.deepspeed && !report.deepspeed->lines.empty()) {
+  if (has_forecast(report)) {
     const DeepSpeedForecast& forecast = *report.deepspeed;
     if (text.sentence.empty()) text.sentence = deepspeed_sentence(forecast);
     text.tables.push_back(deepspeed_table(forecast));

@@ -298,6 +298,9 @@ TEST(PlanReport, WithoutOffloadTheFirstLineSaysWhatIsJudged) {
                        "load by Modicum, 80.00 MiB left\n"))
       << text;
   EXPECT_EQ(plan_json(report).find("deepspeed_fits"), std::string::npos);
+  report.budget.reset();
+  EXPECT_NE(plan_page(report, "", {}).find(R"("sentence":"without offload_optimizer DeepSpeed)"),
+            std::string::npos);
 }
 
 // Must fail if the load of Modicum has a row although nothing trains with Modicum.
