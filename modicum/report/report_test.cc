@@ -274,6 +274,10 @@ TEST(PlanReport, ADeepSpeedThatDoesNotFitNamesItsChanges) {
             std::string::npos)
       << text;
   EXPECT_EQ(text.find("DeepSpeed: no "), std::string::npos);
+  PlanReport spread = report;
+  spread.alternatives.erase(spread.alternatives.begin(), spread.alternatives.begin() + 2);
+  EXPECT_NE(plan_text(spread, false).find(" or protection fits on as many nodes\n"),
+            std::string::npos);
   const std::string json = plan_json(report);
   for (const char* part :
        {R"("shortfall_bytes":1048576,"would_fit":[{)",

@@ -154,11 +154,15 @@ std::vector<std::string> answers(const PlanReport& report) {
     lines.emplace_back(
         "no other dtype, state format, strategy, staging or ranks per node fits either");
   }
-  if (!report.deepspeed_fits.value_or(true) &&
-      has_none([](const Alternative& other) { return other.who == kDeepSpeed; })) {
-    lines.emplace_back(
-        "DeepSpeed: no pin_memory, offload_param, stage, workers, protection or ranks per node "
-        "fits");
+  const auto is_deepspeed = [](const Alternative& other) { return other.who == kDeepSpeed; };
+  const auto is_on_as_many_nodes = [&](const Alternative& other) {
+    return is_deepspeed(other) && other.ranks_per_node >= report.deepspeed->ranks_of_node;
+  };
+  if (!report.deepspeed_fits.value_or(true) && has_none(is_on_as_many_nodes)) {
+    lines.push_back(
+        fmt::format("DeepSpeed: no pin_memory, offload_param, stage, workers or protection fits {}",
+                    has_none(is_deepspeed) && !report.budget->is_shared ? "on any number of nodes"
+                                                                        : "on as many nodes"));
   }
   return lines;
 }
