@@ -97,6 +97,18 @@ void fail(Category category, std::string what_happened, Facts facts) {
   throw Error(category, std::move(what_happened), std::move(facts));
 }
 
+size_t checked_index(std::string_view noun, size_t index, size_t count) {
+  if (index < count) return index;
+  fail(Category::usage, fmt::format("the index of a {} is out of range", noun),
+       {.expected = fmt::format("< {}", count), .got = std::to_string(index)});
+}
+
+int checked_rank(int rank, int world_size) {
+  if (rank >= 0 && rank < world_size) return rank;
+  fail(Category::usage, "a rank is out of range",
+       {.expected = fmt::format("0 to {}", world_size - 1), .got = std::to_string(rank)});
+}
+
 std::string printable(std::string_view name) {
   constexpr size_t kLongest = 256;
   std::string out;

@@ -6,6 +6,7 @@
 // another thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
@@ -108,6 +109,11 @@ class Error : public std::exception {
 };
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
+
+// Returns `index`. Throws USAGE unless it is below `count`. `noun` names the counted things.
+size_t checked_index(std::string_view noun, size_t index, size_t count);
+// Returns `rank`. Throws USAGE unless it is in [0, world_size).
+int checked_rank(int rank, int world_size);
 
 // Calls `fn`. If `fn` throws an Error without a tensor, rethrows it with `fqn` as its tensor.
 template <typename Fn>

@@ -308,7 +308,8 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record re
 }
 
 std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file) {
-  const DataFile& proven = checkpoint.manifest.files.at(file);
+  const std::vector<DataFile>& files = checkpoint.manifest.files;
+  const DataFile& proven = files[checked_index("file", file, files.size())];
   std::unique_ptr<File> opened =
       checkpoint.files->open(join_path(checkpoint.directory, proven.name));
   require_unchanged(*opened, proven.identity);

@@ -248,12 +248,6 @@ void order_round_robin(std::vector<uint32_t>& group, Targets targets, size_t ran
 
 }  // namespace
 
-int checked_rank(int rank, int world_size) {
-  if (rank >= 0 && rank < world_size) return rank;
-  fail(Category::usage, "a rank is out of range",
-       {.expected = fmt::format("0 to {}", world_size - 1), .got = std::to_string(rank)});
-}
-
 int Mesh::world_size() const noexcept {
   int product = 1;
   for (const int size : sizes) product *= size;

@@ -92,8 +92,6 @@ struct Layout {
 // The targets of a model; null for an alias, which has no memory.
 using Targets = std::span<const TensorSpec* const>;
 
-// Returns `rank`. Throws USAGE unless it is in [0, world_size).
-int checked_rank(int rank, int world_size);
 // One sharding for all tensors. Throws USAGE for a cut along an axis that is not in the mesh, two
 // cuts along one axis, a dim below 0, fewer than one packed part, or a mesh axis without ranks.
 Layout make_layout(std::string_view name, Sharding sharding);

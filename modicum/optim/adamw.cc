@@ -89,13 +89,15 @@ void AdamW::fail_about(size_t shard, const std::string& what) const {
        {.tensor = fqn});
 }
 
-const AdamOptions& AdamW::options(int group) const {
-  return spec_.groups.at(static_cast<size_t>(group));
+size_t AdamW::checked_group(int group) const {
+  return checked_index("group", static_cast<size_t>(group), spec_.groups.size());
 }
+
+const AdamOptions& AdamW::options(int group) const { return spec_.groups[checked_group(group)]; }
 
 void AdamW::set_options(int group, const AdamOptions& options) {
   check_options(options);
-  AdamOptions& current = spec_.groups.at(static_cast<size_t>(group));
+  AdamOptions& current = spec_.groups[checked_group(group)];
   if (current.amsgrad != options.amsgrad) {
     fail(Category::usage, "amsgrad can't change: the state's constructor allocates its memory");
   }
@@ -103,11 +105,12 @@ void AdamW::set_options(int group, const AdamOptions& options) {
 }
 
 void AdamW::set_steps(size_t shard, int64_t steps) {
+  checked_shard(shard);
   if (steps < 0) {
     fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps),
          {.tensor = this->shard(shard).fqn});
   }
-  steps_.at(shard) = steps;
+  steps_[shard] = steps;
 }
 
 // ---- addresses
@@ -123,14 +126,14 @@ std::byte* AdamW::element(size_t shard, Plane plane, int64_t at) const noexcept 
 }
 
 std::span<std::byte> AdamW::plane(size_t shard, Plane plane) const {
-  MODICUM_ASSERT(shard < shards());
+  checked_shard(shard);
   std::byte* const begin = element(shard, plane, 0);
   if (begin == nullptr) return {};
   return {begin, bytes_of(*plane_dtype(row_, plane), map_->index(shard).numel())};
 }
 
 std::span<float> AdamW::scales(size_t shard, Plane plane) const {
-  MODICUM_ASSERT(shard < shards());
+  checked_shard(shard);
   const ShardMap::Place& place = map_->place(shard, plane);
   if (!row_.has_scales() || plane_purpose(plane) != Purpose::moments || !place.codes) return {};
   std::byte* const arena = arenas_[static_cast<size_t>(plane)].bytes().data();

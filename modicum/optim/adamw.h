@@ -127,6 +127,7 @@ struct StateDigest {
   bool operator==(const StateDigest&) const = default;
 };
 
+// Functions that take the index of a shard or of a group throw USAGE if there is none.
 class AdamW {
  public:
   // Charges and commits the state on `threads` threads; `step`, `refresh_masters` and `digest` use
@@ -142,7 +143,7 @@ class AdamW {
 
   StateFormat format() const noexcept { return spec_.format; }
   size_t shards() const noexcept { return spec_.shards.size(); }
-  const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
+  const ShardSpec& shard(size_t index) const { return spec_.shards[checked_shard(index)]; }
   const AdamOptions& options(int group) const;
   // Sets the options of later steps. Throws as the constructor does for invalid options, and USAGE
   // if `amsgrad` changes, since only the constructor allocates the plane of max_exp_avg_sq.
@@ -180,7 +181,7 @@ class AdamW {
   void skip();
 
   // Number of steps of a parameter. set_steps throws USAGE for a negative number.
-  int64_t steps(size_t shard) const { return steps_.at(shard); }
+  int64_t steps(size_t shard) const { return steps_[checked_shard(shard)]; }
   void set_steps(size_t shard, int64_t steps);
 
   // A shard's elements of a plane as stored (a caller-owned master in the caller's memory); empty
@@ -203,6 +204,8 @@ class AdamW {
   class Pins;
   class Slots;
 
+  size_t checked_shard(size_t shard) const { return checked_index("shard", shard, shards()); }
+  size_t checked_group(int group) const;
   void check_budget(const Ledger& ledger, const Pinner& pinner) const;
   std::span<Bucket> buckets(size_t shard) const noexcept;
   // Marks elements as arrived in this step. Throws if some have arrived before.

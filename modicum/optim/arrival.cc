@@ -48,7 +48,7 @@ void AdamW::forget_gradients() {
 }
 
 void AdamW::claim(size_t shard, int64_t at, int64_t n) {
-  MODICUM_ASSERT(shard < shards());
+  checked_shard(shard);
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || n < 0 || at > numel - n) {
     fail_about(shard, fmt::format("expected gradient elements within [0, {2}), got {0} to {1}", at,
@@ -87,7 +87,7 @@ void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
 
 void AdamW::leave_out(size_t shard) {
   const std::lock_guard lock(mutex_);
-  GradientArrival& arriving = arriving_.at(shard);
+  GradientArrival& arriving = arriving_[checked_shard(shard)];
   if (arriving.arrived.count() > 0) {
     fail_about(shard, fmt::format("its gradient can't be left out: {} elements have arrived",
                                   arriving.arrived.count()));

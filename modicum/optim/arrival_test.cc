@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -174,6 +175,33 @@ TEST(Arrival, ErrorsNameTheParameter) {
   state.arrive(piece_of(2, 0, gradients[2]));
   EXPECT_NO_THROW(state.step());
   expect_about(error_of([&] { state.step(); }), "embed.weight");
+}
+
+TEST(Arrival, AShardOrAGroupThatIsMissingIsAUsageError) {
+  Ledger ledger;
+  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
+  std::vector<float> values(1);
+  const size_t outside = state.shards();
+  const std::vector<std::function<void()>> calls = {
+      [&] { state.shard(outside); },
+      [&] { state.arrive(piece_of(outside, 0, values)); },
+      [&] { state.arrived_in_place(outside, 0, 1); },
+      [&] { state.leave_out(outside); },
+      [&] { state.steps(outside); },
+      [&] { state.set_steps(outside, 1); },
+      [&] { state.plane(outside, Plane::grad); },
+      [&] { state.scales(outside, Plane::exp_avg); },
+      [&] { state.export_to(outside, StatePlane::master, 0, values); },
+      [&] { state.import_from(outside, StatePlane::master, 0, values); },
+      [&] { state.options(9); },
+      [&] { state.set_options(-1, {}); },
+  };
+  for (size_t call = 0; call < calls.size(); ++call) {
+    const auto met = error_of(calls[call]);
+    ASSERT_TRUE(met) << call;
+    EXPECT_EQ(met->category(), Category::usage) << call << met->what();
+    EXPECT_NE(std::string(met->what()).find("is out of range (expected < "), std::string::npos);
+  }
 }
 
 // ---- arrival in place, and parameters without a gradient

@@ -38,7 +38,7 @@ void AdamW::import_from(size_t shard, StatePlane plane, int64_t at, std::span<co
 }
 
 void AdamW::require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) const {
-  MODICUM_ASSERT(shard < shards());
+  checked_shard(shard);
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || at > numel - n) {
     fail_about(shard,

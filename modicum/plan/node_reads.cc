@@ -126,6 +126,7 @@ void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
 }
 
 void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn) {
+  checked_rank(rank, plan.ranks());
   TargetReads reads(plan, rank, fn);
   for (const uint32_t target : plan.order) reads.read_target(target);
 }

@@ -220,13 +220,16 @@ Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
 // The promise of the same run if each rank read the whole model: that of strategy full-per-rank.
 Promise full_per_rank_promise(const Plan& plan);
 
+// Functions that take a rank, or the index of a buffer or a target, throw USAGE if the plan has no
+// such rank or index.
+
 // A rank's local buffers by number: first one per target, which is empty for aliases and for
 // targets in a flat group; then one per flat group.
 uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
 // For an alias, the buffer of the target that it names; else `buffer` itself.
-uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
-Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
+uint32_t holder_of(const Plan& plan, uint32_t buffer);
+Destination destination_of(const Plan& plan, uint32_t buffer);
 // The offset of each buffer in a rank's arena, and the arena's size. Only buffers with
 // Destination::cpu take space in it.
 std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
@@ -332,7 +335,7 @@ struct NodeRanks {
   int first = 0;
   int end = 0;
 };
-NodeRanks node_of(const Plan& plan, int rank) noexcept;
+NodeRanks node_of(const Plan& plan, int rank);
 
 // The group of `rank`: the ranks that exchange with it, and `rank` itself, ascending. It has only
 // `rank` without an exchange. Groups don't overlap, and none is larger than rank 0's.
@@ -378,9 +381,9 @@ void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               FunctionRef<void(const Transfer&)> fn);
 
 // Whether `rank` is the only one of its node that reads data files.
-bool reads_alone(const Plan& plan, int rank) noexcept;
+bool reads_alone(const Plan& plan, int rank);
 // Whether `rank` reads data files. All other ranks receive their bytes from ranks that read.
-bool reads_storage(const Plan& plan, int rank) noexcept;
+bool reads_storage(const Plan& plan, int rank);
 
 // The window of one rank: host memory for whole stored tensors, with strategies that read whole
 // tensors. Yields the reads that fill the window and the place of each tensor in it. The promise,
@@ -413,7 +416,7 @@ class RankWindow {
   // All tensors from which targets take elements, in file order. With rank0-broadcast, rank 0 sends
   // each of them and its scales.
   void for_each_tensor(FunctionRef<void(const Tensor&)> fn) const;
-  Tensor tensor(uint32_t stored) const noexcept;
+  Tensor tensor(uint32_t stored) const;
 
  private:
   uint64_t place_of(uint32_t stored) const noexcept {

@@ -28,13 +28,15 @@ int ranks_per_node(const Plan& plan) noexcept {
   return plan.options.ranks_per_node > 0 ? plan.options.ranks_per_node : plan.ranks();
 }
 
-NodeRanks node_of(const Plan& plan, int rank) noexcept {
+NodeRanks node_of(const Plan& plan, int rank) {
+  checked_rank(rank, plan.ranks());
   if (plan.manifest->only_rank_0) return {0, plan.ranks()};
   const int first = rank / ranks_per_node(plan) * ranks_per_node(plan);
   return {first, std::min(plan.ranks(), first + ranks_per_node(plan))};
 }
 
 std::vector<int> exchange_group(const Plan& plan, int rank) {
+  checked_rank(rank, plan.ranks());
   NodeRanks group{rank, rank + 1};
   switch (plan.strategy().reader) {
     case Reader::every_rank: break;
@@ -47,7 +49,7 @@ std::vector<int> exchange_group(const Plan& plan, int rank) {
   return ranks;
 }
 
-bool reads_alone(const Plan& plan, int rank) noexcept {
+bool reads_alone(const Plan& plan, int rank) {
   const NodeRanks node = node_of(plan, rank);
   for (int other = node.first; other < node.end; ++other) {
     if (other != rank && reads_storage(plan, other)) return false;
@@ -55,7 +57,8 @@ bool reads_alone(const Plan& plan, int rank) noexcept {
   return reads_storage(plan, rank);
 }
 
-bool reads_storage(const Plan& plan, int rank) noexcept {
+bool reads_storage(const Plan& plan, int rank) {
+  checked_rank(rank, plan.ranks());
   switch (plan.strategy().reader) {
     case Reader::every_rank:
     case Reader::replicas: break;

@@ -104,10 +104,12 @@ void for_each_made_transfer(const Plan& plan, int rank, Emit fn) {
 }
 
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target, Emit fn) {
+  checked_index("target", target, plan.recipe->targets.size());
   emit_target(plan, rank, target, {}, fn);
 }
 
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored, Emit fn) {
+  checked_index("stored tensor", stored, plan.manifest->tensors.size());
   for (const uint32_t target : plan.uses.targets_of(stored)) {
     if (takes_elements(plan, target, stored)) {
       emit_target(plan, rank, target, {.stored = stored}, fn);

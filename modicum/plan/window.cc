@@ -55,7 +55,8 @@ void RankWindow::for_each_tensor(FunctionRef<void(const Tensor&)> fn) const {
   }
 }
 
-RankWindow::Tensor RankWindow::tensor(uint32_t stored) const noexcept {
+RankWindow::Tensor RankWindow::tensor(uint32_t stored) const {
+  checked_index("stored tensor", stored, plan_.manifest->tensors.size());
   Tensor tensor{{stored, place_of(stored)}, std::nullopt};
   const auto scale = scale_beside(plan_, stored);
   if (!scale) return tensor;

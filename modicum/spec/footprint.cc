@@ -67,7 +67,13 @@ Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes, int ran
   return promise;
 }
 
-const Phase& Promise::peak_phase(int rank) const noexcept {
+bool Promise::is_on(int node, int rank) const {
+  return node_of_rank[static_cast<size_t>(checked_rank(rank, ranks()))] ==
+         static_cast<uint32_t>(node);
+}
+
+const Phase& Promise::peak_phase(int rank) const {
+  checked_rank(rank, ranks());
   const auto total = [rank](const Phase& phase) {
     return phase.of_rank[static_cast<size_t>(rank)].total();
   };
@@ -75,20 +81,20 @@ const Phase& Promise::peak_phase(int rank) const noexcept {
                            [&](const Phase& a, const Phase& b) { return total(a) < total(b); });
 }
 
-uint64_t Promise::rank_peak_bytes(int rank) const noexcept {
+uint64_t Promise::rank_peak_bytes(int rank) const {
   return peak_phase(rank).of_rank[static_cast<size_t>(rank)].total();
 }
 
-uint64_t Promise::ledger_limit_bytes(int rank) const noexcept {
+uint64_t Promise::ledger_limit_bytes(int rank) const {
+  checked_rank(rank, ranks());
   uint64_t most = 0;
-  if (rank < 0 || rank >= ranks()) return most;
   for (const Phase& phase : phases) {
     most = std::max(most, phase.of_rank[static_cast<size_t>(rank)].ledger_total());
   }
   return most;
 }
 
-Footprint Promise::on_node(int node, const Phase* phase) const noexcept {
+Footprint Promise::on_node(int node, const Phase* phase) const {
   Footprint sum;
   sum[Purpose::process] = launcher_bytes;
   // make_promise numbers the nodes in the order of the ranks.
@@ -101,7 +107,7 @@ Footprint Promise::on_node(int node, const Phase* phase) const noexcept {
   return sum;
 }
 
-uint64_t Promise::node_peak_bytes(int node) const noexcept { return on_node(node).total(); }
+uint64_t Promise::node_peak_bytes(int node) const { return on_node(node).total(); }
 
 std::vector<uint64_t> Promise::node_peaks() const {
   std::vector<uint64_t> peaks(static_cast<size_t>(nodes()), launcher_bytes);

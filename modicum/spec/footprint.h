@@ -58,7 +58,8 @@ struct Phase {
   std::vector<Footprint> of_rank;  // indexed by rank
 };
 
-// The memory that a run will hold, by phase and rank, known before it starts.
+// The memory that a run will hold, by phase and rank, known before it starts. Its functions throw
+// USAGE for a rank that the run does not have.
 struct Promise {
   std::vector<Phase> phases;
   std::vector<uint32_t> node_of_rank;
@@ -66,19 +67,17 @@ struct Promise {
 
   int ranks() const noexcept { return static_cast<int>(node_of_rank.size()); }
   int nodes() const noexcept;
-  bool is_on(int node, int rank) const noexcept {
-    return node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
-  }
-  uint64_t rank_peak_bytes(int rank) const noexcept;  // in its highest phase
+  bool is_on(int node, int rank) const;
+  uint64_t rank_peak_bytes(int rank) const;  // in its highest phase
   // The sum of the launcher and the node's ranks, each in its own peak phase or all in `phase`.
-  Footprint on_node(int node, const Phase* phase = nullptr) const noexcept;
+  Footprint on_node(int node, const Phase* phase = nullptr) const;
   // The total of on_node(node). It adds the ranks' own peaks, since ranks may be in different
   // phases at the same time.
-  uint64_t node_peak_bytes(int node) const noexcept;
+  uint64_t node_peak_bytes(int node) const;
   std::vector<uint64_t> node_peaks() const;  // of every node
-  const Phase& peak_phase(int rank) const noexcept;
+  const Phase& peak_phase(int rank) const;
   // The limit of a rank's ledger: its highest phase without process and page tables.
-  uint64_t ledger_limit_bytes(int rank) const noexcept;
+  uint64_t ledger_limit_bytes(int rank) const;
 };
 
 // The memory of the launcher, the process that starts and watches the ranks.

@@ -4,7 +4,7 @@
 namespace modicum {
 
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to, Space space) {
-  const DataFile& described = manifest.files[file];
+  const DataFile& described = manifest.files[checked_index("file", file, manifest.files.size())];
   const std::unique_ptr<File> out = to.files.create(join_path(to.directory, described.name));
   if (space == Space::reserved) {
     out->allocate(described.identity.size_bytes);
@@ -20,6 +20,7 @@ uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& t
 
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
                       const RankOfMany& which) {
+  checked_rank(which.rank, which.ranks);
   uint64_t written = 0;
   const auto ranks = static_cast<uint32_t>(which.ranks);
   for (auto f = static_cast<uint32_t>(which.rank); f < manifest.files.size(); f += ranks) {
