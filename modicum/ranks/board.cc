@@ -34,6 +34,12 @@ Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
 // CPU time.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
+size_t checked_ranks(int ranks) {
+  if (ranks >= 1) return static_cast<size_t>(ranks);
+  fail(Category::usage, "a board needs ranks",
+       {.expected = "1 or more", .got = std::to_string(ranks)});
+}
+
 }  // namespace
 
 ErrorRecord record_of(const Error& error, std::optional<int> rank) {
@@ -99,7 +105,7 @@ struct alignas(64) SharedBoard::Slot {
 };
 
 SharedBoard::SharedBoard(int ranks, Clock& clock)
-    : mapping_(Mapping::shared(sizeof(Head) + 64 + static_cast<size_t>(ranks) * sizeof(Slot))),
+    : mapping_(Mapping::shared(sizeof(Head) + 64 + checked_ranks(ranks) * sizeof(Slot))),
       ranks_(ranks),
       clock_(clock) {
   static_assert(std::atomic<uint64_t>::is_always_lock_free);  // shared between processes
@@ -111,13 +117,13 @@ SharedBoard::Head& SharedBoard::head() const noexcept {
   return *reinterpret_cast<Head*>(mapping_.bytes().data());
 }
 
-SharedBoard::Slot& SharedBoard::slot(int rank) const noexcept {
+SharedBoard::Slot& SharedBoard::slot(int rank) const {
   // The constructor adds 64 bytes for this padding.
   std::byte* const first = mapping_.bytes().data() + round_up(sizeof(Head), alignof(Slot));
-  return reinterpret_cast<Slot*>(first)[rank];
+  return reinterpret_cast<Slot*>(first)[checked_rank(rank, ranks_)];
 }
 
-void SharedBoard::beat(int rank, uint64_t more_bytes) noexcept {
+void SharedBoard::beat(int rank, uint64_t more_bytes) {
   // Relaxed: the supervisor only compares times, and no other data depends on them.
   slot(rank).progress.fetch_add(more_bytes, std::memory_order_relaxed);
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
@@ -168,29 +174,27 @@ void SharedBoard::agree(int rank, const Digest& digest) {
   }
 }
 
-uint64_t SharedBoard::progress(int rank) const noexcept {
+uint64_t SharedBoard::progress(int rank) const {
   return slot(rank).progress.load(std::memory_order_relaxed);
 }
-int64_t SharedBoard::last_beat_ns(int rank) const noexcept {
+int64_t SharedBoard::last_beat_ns(int rank) const {
   return slot(rank).beat_ns.load(std::memory_order_relaxed);
 }
-bool SharedBoard::is_waiting(int rank) const noexcept {
+bool SharedBoard::is_waiting(int rank) const {
   return slot(rank).waiting.load(std::memory_order_acquire) != 0;
 }
-void SharedBoard::set_done(int rank) noexcept {
-  slot(rank).done.store(1, std::memory_order_release);
-}
-bool SharedBoard::is_done(int rank) const noexcept {
+void SharedBoard::set_done(int rank) { slot(rank).done.store(1, std::memory_order_release); }
+bool SharedBoard::is_done(int rank) const {
   return slot(rank).done.load(std::memory_order_acquire) != 0;
 }
 
-void SharedBoard::post(int rank, std::span<const std::byte> result) noexcept {
+void SharedBoard::post(int rank, std::span<const std::byte> result) {
   const size_t n = std::min(result.size(), kResultBytes);
   std::memcpy(slot(rank).result, result.data(), n);
   slot(rank).result_bytes = static_cast<uint32_t>(n);
 }
 
-std::span<const std::byte> SharedBoard::posted(int rank) const noexcept {
+std::span<const std::byte> SharedBoard::posted(int rank) const {
   return std::span<const std::byte>(slot(rank).result).first(slot(rank).result_bytes);
 }
 

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -55,9 +56,13 @@ class Board {
  public:
   virtual ~Board() = default;
 
+  // How many ranks can use the board, numbered from 0. A load or a save throws USAGE if its plan
+  // has more. By default any number.
+  virtual int ranks() const noexcept { return std::numeric_limits<int>::max(); }
+
   // Sends a heartbeat. `more_bytes` is the progress since the previous one; 0 while the rank waits
   // for peers.
-  virtual void beat(int rank, uint64_t more_bytes) noexcept = 0;
+  virtual void beat(int rank, uint64_t more_bytes) = 0;
   // Records the first failure and ignores later ones. Returns whether `failure` was recorded.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
   virtual std::optional<ErrorRecord> failure() const = 0;
@@ -72,29 +77,33 @@ class Board {
   void check() const;
 };
 
-// The board of ranks on one machine: a shared mapping, made before the ranks are forked. Waits poll
-// every millisecond; with 128 ranks or more every `ranks / 64` ms, but at least every 100 ms.
+// The board of ranks on one machine: a shared mapping of about 1 KiB per rank, which is charged to
+// no ledger. The launcher owns it: constructs it before the ranks are forked, for as many ranks as
+// the plan has (Plan::ranks()), and keeps it until they have ended. Waits poll every millisecond;
+// with 128 ranks or more every `ranks / 64` ms, but at least every 100 ms. All calls throw USAGE
+// for a rank outside of [0, ranks()).
 class SharedBoard final : public Board {
  public:
   static constexpr size_t kResultBytes = 1024;
 
+  // Throws USAGE unless `ranks` is 1 or more, NOMEM. `clock` must outlive the board.
   SharedBoard(int ranks, Clock& clock);
-  void beat(int rank, uint64_t more_bytes) noexcept override;
+  void beat(int rank, uint64_t more_bytes) override;
   bool report(const ErrorRecord& failure) noexcept override;
   std::optional<ErrorRecord> failure() const override;
   void barrier(int rank) override;
   void agree(int rank, const Digest& digest) override;
 
-  int ranks() const noexcept { return ranks_; }
+  int ranks() const noexcept override { return ranks_; }
   // For the supervisor.
-  uint64_t progress(int rank) const noexcept;     // bytes
-  int64_t last_beat_ns(int rank) const noexcept;  // on the board's clock; 0: no heartbeat yet
-  bool is_waiting(int rank) const noexcept;       // in a barrier, where it sends no heartbeats
-  void set_done(int rank) noexcept;               // its body has returned
-  bool is_done(int rank) const noexcept;
+  uint64_t progress(int rank) const;     // bytes
+  int64_t last_beat_ns(int rank) const;  // on the board's clock; 0: no heartbeat yet
+  bool is_waiting(int rank) const;       // in a barrier, where it sends no heartbeats
+  void set_done(int rank);               // its body has returned
+  bool is_done(int rank) const;
   // Stores a rank's result, truncated to kResultBytes. The launcher reads it after the rank ended.
-  void post(int rank, std::span<const std::byte> result) noexcept;
-  std::span<const std::byte> posted(int rank) const noexcept;
+  void post(int rank, std::span<const std::byte> result);
+  std::span<const std::byte> posted(int rank) const;
   // `post_value` posts a trivially copyable value; `posted_value` returns it. `rank` must have
   // posted a value of the same type.
   template <typename Outcome>
@@ -106,7 +115,7 @@ class SharedBoard final : public Board {
     return outcome;
   }
   template <typename Outcome>
-  void post_value(int rank, const Outcome& outcome) noexcept {
+  void post_value(int rank, const Outcome& outcome) {
     static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);
     post(rank, std::as_bytes(std::span(&outcome, 1)));
   }
@@ -115,7 +124,7 @@ class SharedBoard final : public Board {
   struct Head;
   struct Slot;
   Head& head() const noexcept;
-  Slot& slot(int rank) const noexcept;
+  Slot& slot(int rank) const;
   void wait_for_all(int rank, uint32_t round);
 
   Mapping mapping_;

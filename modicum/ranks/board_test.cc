@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "modicum/base/clock_double.h"
+#include "modicum/base/error_double.h"
 #include "modicum/ranks/board_double.h"
 
 namespace modicum {
@@ -278,6 +279,29 @@ TEST(SharedBoard, HeartbeatsAddUpProgressAndRecordTheTime) {
   board.set_done(1);
   EXPECT_TRUE(board.is_done(1));
   EXPECT_FALSE(board.is_done(0));
+}
+
+TEST(SharedBoard, HasOneRankAtLeastAndNoOthers) {
+  SteadyClock clock;
+  const auto refused = [](const auto& call) {
+    const auto error = error_of(call);
+    return error ? std::string(error->what()) : "";
+  };
+  for (const int none : {0, -1}) {
+    EXPECT_EQ(refused([&] { SharedBoard(none, clock); }),
+              "USAGE: a board needs ranks (expected 1 or more, got " + std::to_string(none) + ")");
+  }
+  SharedBoard board(2, clock);
+  for (const int rank : {-1, 2}) {
+    const std::string outside =
+        "USAGE: a rank is out of range (expected 0 to 1, got " + std::to_string(rank) + ")";
+    EXPECT_EQ(refused([&] { board.beat(rank, 1); }), outside);
+    EXPECT_EQ(refused([&] { board.barrier(rank); }), outside);
+    EXPECT_EQ(refused([&] { board.agree(rank, {}); }), outside);
+    EXPECT_EQ(refused([&] { board.progress(rank); }), outside);
+    EXPECT_EQ(refused([&] { board.posted_value<int>(rank); }), outside);
+    EXPECT_EQ(refused([&] { board.post_value(rank, 1); }), outside);
+  }
 }
 
 TEST(SharedBoard, ResultsArePerRankAndTruncated) {
