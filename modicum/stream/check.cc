@@ -136,11 +136,13 @@ void check_elements(const Plan& plan, const HeldElements& elements, ExpectedElem
 
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options) {
+  checked_rank(rank, plan, sink);
   ValueCheck check(plan, rank, expected, options);
   for_each_own_buffer(plan, [&](uint32_t b) { check.local(b, 0, sink.host(b)); });
 }
 
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
+  checked_rank(rank, plan, sink);
   DigestSum sum(plan, rank);
   for_each_own_buffer(plan, [&](uint32_t b) {
     poll();
@@ -151,6 +153,7 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
 }
 
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll) {
+  checked_rank(rank, plan, sink);
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {

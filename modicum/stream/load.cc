@@ -57,7 +57,9 @@ class Load {
     window_memory_ = ledger.charge(Purpose::window, load[Purpose::window], threads, poll);
     const Staging& staging = plan_.staging;
     if (staging.ring_part_bytes > 0) {
-      MODICUM_ASSERT(at_.exchange != nullptr);
+      if (at_.exchange == nullptr) {
+        fail(Category::usage, "RankContext::exchange is null, and the plan's ranks exchange bytes");
+      }
       ring_ = at_.exchange->commit(ledger);
     }
     staging_ = ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes,
@@ -325,9 +327,7 @@ class Load {
 
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options) {
-  MODICUM_ASSERT(at.board != nullptr);
-  MODICUM_ASSERT(at.ledger != nullptr);
-  checked_rank(at.rank, plan.ranks());
+  check_context(at, plan, sink);
   return Load(checkpoint, plan, at, sink, options).run();
 }
 

@@ -498,30 +498,6 @@ TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanksFailure) {
   }
 }
 
-// A launcher may number its ranks from 1.
-TEST(LoadFault, ARankOutsideThePlanIsRefused) {
-  Model model(odd_sizes(DType::bf16));
-  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
-  const Plan plan = plan_of(model.checkpoint, recipe, fsdp2_layout(2), strategy_named("own-shard"));
-  SteadyClock clock;
-  SharedBoard board(2, clock);
-  Ledger ledger(UINT64_MAX);
-  HostSink first(plan, 0, ledger);
-  for (const int rank : {-1, 2, 7, 1000}) {
-    EXPECT_EQ(plan.promise.ledger_limit_bytes(rank), 0U);
-    for (const bool makes_sink : {true, false}) {
-      try {
-        if (makes_sink) HostSink(plan, rank, ledger);
-        load(model.checkpoint, plan, {rank, &board, nullptr, &ledger}, first);
-        ADD_FAILURE() << "rank " << rank << " was not refused";
-      } catch (const Error& error) {
-        EXPECT_EQ(error.category(), Category::usage);
-        EXPECT_NE(std::string(error.what()).find("expected 0 to 1"), std::string::npos);
-      }
-    }
-  }
-}
-
 TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);

@@ -1,9 +1,24 @@
 #include "modicum/stream/rank_workers.h"
 
+#include <fmt/format.h>
+
 #include <exception>
 #include <mutex>
 
+#include "modicum/stream/stream.h"
+
 namespace modicum {
+
+void check_context(const RankContext& at, const Plan& plan, const Sink& sink) {
+  if (at.board == nullptr) fail(Category::usage, "RankContext::board is null");
+  if (at.ledger == nullptr) fail(Category::usage, "RankContext::ledger is null");
+  checked_rank(at.rank, plan, sink);
+  if (at.board->ranks() >= plan.ranks()) return;
+  fail(Category::usage, "the board has fewer ranks than the plan",
+       {.rank = at.rank,
+        .expected = fmt::format("{} or more", plan.ranks()),
+        .got = std::to_string(at.board->ranks())});
+}
 
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work) {
   std::mutex mutex;

@@ -347,9 +347,7 @@ void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& fro
 }
 
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums) {
-  MODICUM_ASSERT(run.at.board != nullptr);
-  MODICUM_ASSERT(run.at.ledger != nullptr);
-  checked_rank(run.at.rank, run.plan.plan().ranks());
+  check_context(run.at, run.plan.plan(), run.from);
   return Save(run, to, sums).run();
 }
 

@@ -14,6 +14,15 @@ constexpr size_t kPoisonStepBytes = 16 * kMiB;  // between calls of `poll`
 
 }  // namespace
 
+int checked_rank(int rank, const Plan& plan, const Sink& sink) {
+  checked_rank(rank, plan.ranks());
+  if (const int of_sink = sink.rank().value_or(rank); of_sink != rank) {
+    fail(Category::usage, "the sink holds the shards of another rank",
+         {.expected = fmt::format("rank {}", of_sink), .got = std::to_string(rank)});
+  }
+  return rank;
+}
+
 HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory caller_memory,
                    Copy copy)
     : plan_(plan),
@@ -35,7 +44,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory call
   arena_ = ledger.reserve(Purpose::shards, begins_.back(), plan.options.fork);
 }
 
-std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
+std::span<std::byte> HostSink::host(uint32_t buffer) {
   buffer = holder_of(plan_, buffer);
   const Destination to = destination_of(plan_, buffer);
   if (to == Destination::copy) return {};
@@ -66,7 +75,8 @@ void HostSink::poison(Poll poll) {
   for (const std::span<std::byte> memory : caller_memory_) fill(memory);
 }
 
-DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
+DigestSum::DigestSum(const Plan& plan, int rank)
+    : plan_(plan), rank_(checked_rank(rank, plan.ranks())) {
   const Recipe& recipe = *plan.recipe;
   seeds_.reserve(recipe.targets.size());
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
@@ -78,7 +88,7 @@ DigestSum::DigestSum(const Plan& plan, int rank) : plan_(plan), rank_(rank) {
   }
 }
 
-void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept {
+void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
   const int bits = bits_per_element(buffer_of(plan_, buffer, rank_).dtype);
   const auto n = static_cast<int64_t>(elements.size()) * 8 / bits;
   // Elements smaller than a byte are digested byte by byte.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -17,14 +18,20 @@ namespace modicum {
 class Sink {
  public:
   virtual ~Sink() = default;
+  // The rank that holds these buffers; nullopt if the sink does not know it. Loads, saves and
+  // checks of another rank throw USAGE (checked_rank).
+  virtual std::optional<int> rank() const noexcept { return std::nullopt; }
   // Host memory of local buffer `buffer`, padding included; empty if the buffer must be accessed by
-  // `copy` and `fetch`.
-  virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
+  // `copy` and `fetch`. May throw USAGE if the plan has no such buffer.
+  virtual std::span<std::byte> host(uint32_t buffer) = 0;
   // Copies contiguous elements from staging to local buffer `buffer`, from its element `at` on.
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
   // The reverse, for a save: copies elements out of a buffer that has no host memory.
   virtual void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) = 0;
 };
+
+// Returns `rank`. Throws USAGE unless it is a rank of the plan, and `sink` is of this rank.
+int checked_rank(int rank, const Plan& plan, const Sink& sink);
 
 // Shards in host memory. Buffers with Destination::cpu are in one mapping (the arena), charged as
 // `shards` and mapped at construction; the load is the first to write to its pages. Buffers with
@@ -39,7 +46,8 @@ class HostSink final : public Sink {
   HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory caller_memory = {},
            Copy copy = {});
   HostSink(const Plan&&, int, Ledger&, CallerMemory = {}, Copy = {}) = delete;
-  std::span<std::byte> host(uint32_t buffer) noexcept override;
+  std::optional<int> rank() const noexcept override { return rank_; }
+  std::span<std::byte> host(uint32_t buffer) override;  // throws USAGE: see buffer_count
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Always throws UNSUPPORTED: elements that were passed to a callback can't be read back.
   void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
@@ -66,7 +74,7 @@ class DigestSum {
   DigestSum(const Plan&&, int) = delete;
   // Adds elements [at, at + n) of a local buffer, in the target's dtype. Thread-safe. Each element
   // must be added once.
-  void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;
+  void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements);
   uint64_t value() const noexcept { return sum_.load(std::memory_order_relaxed); }
 
  private:

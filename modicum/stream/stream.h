@@ -23,7 +23,9 @@
 
 namespace modicum {
 
-// A rank and its connections to the other ranks. All must outlive the load.
+// A rank and its connections to the other ranks. All must outlive the load. A load or a save throws
+// USAGE if the plan has no such rank, if the sink is of another one, if the board is for fewer
+// ranks than the plan has, or without a board or a ledger.
 struct RankContext {
   int rank = 0;
   Board* board = nullptr;
