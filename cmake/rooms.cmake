@@ -90,6 +90,9 @@ function(modicum_room name)
   list(TRANSFORM ROOM_DEPENDS PREPEND modicum_ OUTPUT_VARIABLE rooms)
 
   add_library(modicum_${name} STATIC ${sources})
+  if(NOT PROJECT_IS_TOP_LEVEL)  # then only the rooms that a target links are built
+    set_target_properties(modicum_${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+  endif()
   add_library(modicum::${name} ALIAS modicum_${name})
   target_compile_features(modicum_${name} PUBLIC cxx_std_20)
   target_include_directories(modicum_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>

@@ -104,6 +104,10 @@ def test_the_pages_project_links_and_runs(libraries, model, subdirectory):
     # The target itself, without those that it depends on.
     checked("cmake", "--build", subdirectory / "build", "--target", "shards/fast")
     assert_loads(subdirectory / "build/shards", model)
+    commands = checked("make", "-C", subdirectory / "build", "--dry-run", "--always-make", "all")
+    built = set(re.findall(r"/modicum_(\w+)\.dir/build\b", commands))
+    assert {"stream", "plan", "base"} <= built
+    assert not built & {"synth", "optim", "watch"}, "rooms that no target links are built"
     cache = (subdirectory / "build/CMakeCache.txt").read_text()
     assert not [name for name in NOT_NEEDED if re.search(f"^{name}", cache, re.M)]
 
@@ -122,12 +126,15 @@ def prefix(libraries: list[Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_project_finds_the_installed_libraries(prefix, model, tmp_path):
-    found = block("cmake").replace(
-        "add_subdirectory(modicum EXCLUDE_FROM_ALL)", "find_package(modicum REQUIRED)"
-    )
+    found = block("cmake").replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
     configured(tmp_path, found, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
     checked("cmake", "--build", tmp_path / "build")
     assert_loads(tmp_path / "build/shards", model)
+
+    missing = [tmp_path / "build/shards", tmp_path / "missing"]
+    failed = subprocess.run(missing, capture_output=True, text=True)
+    assert failed.returncode == 13
+    assert re.fullmatch(r"IO: .+ \[exit code 13\]\n", failed.stderr), failed.stderr
 
 
 def test_pkg_config_names_the_installed_libraries(prefix, model, tmp_path):
@@ -144,9 +151,7 @@ def test_the_lower_room_lists_the_tensors(modicum, prefix, model, tmp_path):
         r"link `modicum::(\w+)` instead", (ROOT / "docs/reference/cpp.md").read_text()
     )
     lists = block("cmake").replace("modicum::stream", f"modicum::{room}")
-    lists = lists.replace(
-        "add_subdirectory(modicum EXCLUDE_FROM_ALL)", "find_package(modicum REQUIRED)"
-    )
+    lists = lists.replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
     options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
     configured(tmp_path, lists, *options, program=block("cpp", at=1))
     checked("cmake", "--build", tmp_path / "build")
