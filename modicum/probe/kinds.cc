@@ -32,29 +32,29 @@ struct Part {
 // Whether `rest` holds the unused addresses of the last heap in `used`, mapped without access.
 // The kernel merges adjacent mappings: `used` may consist of several heaps, the earlier ones full,
 // and `rest` may continue into an adjacent reservation.
-bool is_rest_of(const Mapping& used, const Mapping& rest) {
+bool is_rest_of(const ProcessMapping& used, const ProcessMapping& rest) {
   return rest.access == "---p" && rest.name.empty() && rest.at.begin == used.at.end &&
          rest.at.end % kHeapAddresses == 0;
 }
 
-bool is_guard(const Mapping& guard, const Mapping& stack) {
+bool is_guard(const ProcessMapping& guard, const ProcessMapping& stack) {
   return guard.access == "---p" && guard.name.empty() && guard.at.end == stack.at.begin &&
          guard.at.end - guard.at.begin <= kLargestGuard;
 }
 
 // The loader protects a part of a library's data after it has written it ("relro"): the mapping
 // before that of the data.
-bool is_written_file(const std::vector<Mapping>& mappings, size_t at) {
-  const Mapping& mapping = mappings[at];
+bool is_written_file(const std::vector<ProcessMapping>& mappings, size_t at) {
+  const ProcessMapping& mapping = mappings[at];
   if (mapping.access[1] == 'w') return true;
   if (mapping.access != "r--p" || at + 1 == mappings.size()) return false;
-  const Mapping& next = mappings[at + 1];
+  const ProcessMapping& next = mappings[at + 1];
   return next.name == mapping.name && next.at.begin == mapping.at.end && next.access[1] == 'w';
 }
 
 // The part of a mapping whose pages are counted; none for large blocks, which are the rest.
-std::optional<Part> part_of(const std::vector<Mapping>& mappings, size_t at) {
-  const Mapping& mapping = mappings[at];
+std::optional<Part> part_of(const std::vector<ProcessMapping>& mappings, size_t at) {
+  const ProcessMapping& mapping = mappings[at];
   if (!mapping.is_private()) return std::nullopt;
   if (mapping.name == "[heap]") return Part{mapping.at, MemoryKind::malloc_heap};
   if (mapping.name == "[stack]") return Part{mapping.at, MemoryKind::stacks};
@@ -97,7 +97,7 @@ MemoryKinds count_pages(const std::vector<Part>& parts, File& pagemap) {
 
 }  // namespace
 
-std::optional<Mapping> mapping_of(std::string_view line) {
+std::optional<ProcessMapping> mapping_of(std::string_view line) {
   const auto words = split_kernel_text(line, ' ');
   if (words.size() < 2 || words[1].size() != 4) return std::nullopt;
   const size_t dash = words[0].find('-');
@@ -105,13 +105,13 @@ std::optional<Mapping> mapping_of(std::string_view line) {
   const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
   const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
   if (!begin || !end || *begin >= *end) return std::nullopt;
-  Mapping mapping{{*begin, *end}, std::string(words[1]), ""};
+  ProcessMapping mapping{{*begin, *end}, std::string(words[1]), ""};
   if (words.size() > 5 && !words[5].starts_with("[anon:")) mapping.name = words[5];
   return mapping;
 }
 
-std::optional<std::vector<Mapping>> read_mappings(int pid, const std::string& root) {
-  std::vector<Mapping> mappings;
+std::optional<std::vector<ProcessMapping>> read_mappings(int pid, const std::string& root) {
+  std::vector<ProcessMapping> mappings;
   const bool is_read =
       for_each_kernel_line(fmt::format("{}/proc/{}/maps", root, pid), [&](auto line) {
         if (auto mapping = mapping_of(line)) mappings.push_back(std::move(*mapping));
@@ -121,8 +121,8 @@ std::optional<std::vector<Mapping>> read_mappings(int pid, const std::string& ro
 
 // A mapping consists of heaps of threads if it is anonymous and writable, begins at a multiple of
 // kHeapAddresses, and ends at one or is followed by the unused rest of its last heap.
-uint64_t arena_heaps_in(const std::vector<Mapping>& mappings, size_t at) {
-  const Mapping& used = mappings[at];
+uint64_t arena_heaps_in(const std::vector<ProcessMapping>& mappings, size_t at) {
+  const ProcessMapping& used = mappings[at];
   const bool is_aligned = used.at.begin % kHeapAddresses == 0;
   if (!is_aligned || !used.name.empty() || used.access != "rw-p") return 0;
   const bool is_full = used.at.end % kHeapAddresses == 0;

@@ -19,7 +19,7 @@ constexpr bool is_private_memory(uint64_t entry) noexcept {
   return (entry & kPresentPage) != 0 && (entry & kFilePage) == 0;
 }
 
-struct Mapping {
+struct ProcessMapping {
   AddressRange at;
   std::string access;  // "rw-p"
   std::string name;    // empty: anonymous, also if the program has named it ("[anon:NAME]")
@@ -28,11 +28,11 @@ struct Mapping {
 };
 
 // The first line of a mapping in maps and smaps: "7f00-7f20 rw-p OFFSET DEVICE INODE [NAME]".
-std::optional<Mapping> mapping_of(std::string_view line);
+std::optional<ProcessMapping> mapping_of(std::string_view line);
 // Ascending. nullopt if maps can't be read; empty if the process has ended.
-std::optional<std::vector<Mapping>> read_mappings(int pid, const std::string& root);
+std::optional<std::vector<ProcessMapping>> read_mappings(int pid, const std::string& root);
 
 // The number of heaps of threads in mapping `at`, 0 if it has none (see MemoryKind).
-uint64_t arena_heaps_in(const std::vector<Mapping>& mappings, size_t at);
+uint64_t arena_heaps_in(const std::vector<ProcessMapping>& mappings, size_t at);
 
 }  // namespace modicum

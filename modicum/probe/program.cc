@@ -85,14 +85,14 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
 
 // ---- mappings
 
-bool maps_file(const std::vector<Mapping>& mappings, std::string_view name) {
-  return std::any_of(mappings.begin(), mappings.end(), [&](const Mapping& mapping) {
+bool maps_file(const std::vector<ProcessMapping>& mappings, std::string_view name) {
+  return std::any_of(mappings.begin(), mappings.end(), [&](const ProcessMapping& mapping) {
     const size_t slash = mapping.name.rfind('/');
     return slash != std::string::npos && mapping.name.substr(slash + 1).starts_with(name);
   });
 }
 
-std::string allocator_in(const std::vector<Mapping>& mappings) {
+std::string allocator_in(const std::vector<ProcessMapping>& mappings) {
   for (const char* const name : {"jemalloc", "tcmalloc", "mimalloc"}) {
     if (maps_file(mappings, fmt::format("lib{}", name))) return name;
   }
@@ -144,7 +144,7 @@ void read_own(Program& program, const std::string& root) {
     facts.expected = "a process of this user (or to run as root)";
     fail(Category::io, "cannot read the memory map of the process", std::move(facts));
   }
-  const std::vector<Mapping>& mappings = *read;
+  const std::vector<ProcessMapping>& mappings = *read;
   if (mappings.empty()) fail(Category::io, "the process has ended", std::move(facts));
   const auto bytes = [&](std::string_view label) {
     return kernel_number_after(*status, label).value_or(0) * kKiB;

@@ -51,7 +51,7 @@ void for_each_line(int pid, const std::string& file, const std::string& root,
 // The areas of a process with a resident page.
 std::vector<Area> areas_of(int pid, const std::string& root) {
   std::vector<Area> areas;
-  std::optional<Mapping> mapping;
+  std::optional<ProcessMapping> mapping;
   bool is_resident = false;
   for_each_line(pid, "smaps", root, [&](std::string_view text) {
     if (auto next = mapping_of(text)) {
