@@ -36,6 +36,10 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # or, on the left, a name that ends in _bytes, _numel or _count.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
+# The definition of a type of the namespace, whose contents are not indented.
+TYPE = re.compile(
+    r"(?:struct|class|union|enum(?: class)?) (?:alignas\([^)]*\) )?(\w+)\b(?!( : \w+)?;)"
+)
 # Code that creates, removes, renames or copies a file may follow a link out of the checkpoint's
 # directory. Only the functions in these files prevent that; all other code calls them.
 CHANGES_FILES = re.compile(r"modicum/io/posix_\w+\.cc")
@@ -232,6 +236,23 @@ def check_lines(path: str, lines: list[str]) -> Iterator[str]:
             yield f"{path}:{number}: {len(line)} columns, {LINE_COLUMNS} are the limit"
         if OPEN_TASK.search(line):
             yield f"{path}:{number}: a to-do without an issue number, such as (#12)"
+
+
+def check_types(root: Path, paths: list[str]) -> Iterator[str]:
+    """No two headers define types of one name: they share a namespace, and the linker would merge
+    the functions of one with those of the other without an error. (Highway's `-inl.h` have a
+    namespace for each instruction set.)"""
+    header_of: dict[str, str] = {}
+    for path in paths:
+        if not path.endswith(".h") or path.endswith("-inl.h") or room_of(path) is None:
+            continue
+        for number, line in enumerate((root / path).read_text().splitlines(), start=1):
+            defined = TYPE.match(line)
+            if defined is None:
+                continue
+            other = header_of.setdefault(defined[1], path)
+            if other != path:
+                yield f"{path}:{number}: {other} defines a type {defined[1]}, too"
 
 
 def check_products(path: str, lines: list[str]) -> Iterator[str]:
@@ -437,6 +458,7 @@ def findings(root: Path) -> list[str]:
     measured = list(functions(root, [path for path in paths if Path(path).suffix in CXX | {".py"}]))
     found += check_functions(measured)
     found += check_parameters(measured, trees, (root / "CONTRIBUTING.md").read_text())
+    found += check_types(root, paths)
     found += check_mutants(root)
     found += check_use(root, files, trees)
     found += check_pages(root, files, trees)

@@ -236,6 +236,15 @@ int held_bytes = 8'000 + 0x1'0F, state_of = 1;  // the watcher's own
             self.source(path, f"{text}\n", "is no type name: use a noun")
         self.accepts({path: "struct HeldShard {};\nTEST(Stored, Tensors);\n"})
 
+    def test_a_type_in_two_headers(self) -> None:
+        first = {"modicum/io/file_doubles.h": "struct Page;\nclass alignas(8) Span final {\n};\n"}
+        path = "modicum/io/io.h"
+        for line in ("struct Span {", "enum class Span : uint8_t { a };"):
+            text = f"{GOOD[path]}{line}\n"
+            what = "modicum/io/file_doubles.h defines a type Span, too"
+            self.refuses(first | {path: text}, f"{path}:2: ", what)
+        self.accepts(first | {path: GOOD[path] + "struct Page {};\nclass Span;\n"})
+
 
 class Table(Check):
     def test_no_table(self) -> None:

@@ -141,7 +141,7 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
 
 
 def _print_exit(otherwise: str, saved: SaveReport | None) -> None:
-    """Prints to stderr on rank 0 that SIGTERM ends the process, and the checkpoint that was saved."""
+    """Rank 0 prints to stderr that SIGTERM ends the process, and the checkpoint that was saved."""
     if saved is not None:
         otherwise = f"saved {saved.path}" + (f" at step {saved.step}" if saved.step else "")
     if not dist.is_initialized() or dist.get_rank() == 0:
