@@ -47,32 +47,28 @@ std::string name_of(const CheckpointFacts& checkpoint, const std::string& direct
 void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
   app.option_defaults()->group("A run that failed");
   app.add_option("--from", flags.from,
-                 "JSON that `watch --json` printed, or that a verb with --json printed when its "
-                 "budget refused it; its limit is the budget, unless --budget is given. If the "
-                 "planned run does not fit, plan lists the fewest changes after which it does")
+                 "JSON of `watch --json`, or of a verb that its budget refused: its limit is the "
+                 "budget; lists the fewest changes after which the planned run fits")
       ->type_name("FILE");
   app.option_defaults()->group("DeepSpeed");
-  app.add_option(
-         "--deepspeed", flags.deepspeed.config,
-         "ds_config.json: add a forecast of DeepSpeed's own host memory; if it does not fit, "
-         "plan lists the fewest changes after which it does")
+  app.add_option("--deepspeed", flags.deepspeed.config,
+                 "ds_config.json: forecast DeepSpeed's host memory, and changes that fit")
       ->type_name("FILE");
   app.add_option("--workers", flags.deepspeed.workers,
                  "forked data-loader workers of each rank; default 0");
   app.add_flag("--persistent-workers", flags.deepspeed.persistent_workers,
                "the workers live for all epochs; default: for one epoch");
   app.add_flag("--protect", flags.deepspeed.protect,
-               "the program calls modicum.torch.protect: workers keep no copies of its buffers");
+               "the program calls modicum.torch.protect: workers keep no copies");
   app.option_defaults()->group("Reinforcement learning");
   app.add_flag("--reference", flags.node.reference,
                "also count a frozen reference model with the trainer's layout");
   app.add_option("--engine-tp", flags.node.engine_tp,
-                 "also count sleeping engines, one for N ranks, with weights in host memory")
+                 "also count sleeping engines, one for N ranks, weights in host memory")
       ->check(CLI::Range(1, kMaxRanks))
       ->option_text("N");
   app.add_flag("--backup", flags.node.backup,
-               "also count a host copy of each rank's parameters, made when they are first sent to "
-               "the engines");
+               "also count a host copy of each rank's parameters, for the engines");
 }
 
 }  // namespace
@@ -89,14 +85,13 @@ int run_plan(const Args& args, const Surroundings& at) {
   bool compares = false;
   add_run_flags(app, flags);
   app.add_flag("--device", flags.on_device,
-               "parameters on a device of each rank, gradients and optimizer state on the host");
+               "parameters on devices; gradients and optimizer state on the host");
   add_forecast_flags(app, of_plan);
   add_common_flags(app, common,
                    {.budget_default = "none", .staging = &flags.staging, .progress = false});
   CLI::Option* const report_flag =
       app.add_option("--report", page,
-                     "write the memory of the fullest node in each phase as an HTML file, with the "
-                     "inputs; with --deepspeed, DeepSpeed's memory")
+                     "write the memory of the fullest node by phase, as an HTML file")
           ->type_name("FILE");
   app.add_option("--title", title, "the title of --report's page; default: it names the model")
       ->type_name("TEXT")
@@ -107,8 +102,8 @@ int run_plan(const Args& args, const Surroundings& at) {
   add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
   app.get_option("--baseline")->group("Host memory and threads");
   app.get_option("DIR")->description(
-      "a directory, a file, a config.json alone (of families that `synth` knows), or ORG/NAME in "
-      "the local Hugging Face cache (the wheel: or on the hub)");
+      "a directory, a file, a config.json alone, or ORG/NAME (in the local Hugging Face cache; the "
+      "wheel: or on the hub)");
   if (const auto done = parse(app, args, at)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;

@@ -42,7 +42,7 @@ void finding_object(JsonWriter& out, const Finding& finding) {
 
 void memory_members(JsonWriter& out, const DoctorFacts& facts) {
   if (facts.after.empty()) return;
-  out.key("memory").begin_array();
+  out.member("limited_pid", limited_process(facts)).key("memory").begin_array();
   for (const ProcessKinds& process : facts.after) {
     out.begin_object().member("pid", process.pid).member("name", printable(process.name));
     out.key("kinds").begin_object();
@@ -102,7 +102,6 @@ std::string doctor_json(const DoctorFacts& facts) {
   out.begin_object();
   if (facts.program) {
     out.member("pid", facts.program->pid).member("name", printable(facts.program->name));
-    out.member("limited_pid", limited_process(facts));
     out.member("fork_exposure_bytes", facts.program->exposed_bytes);
     out.key("sharers").begin_array();
     for (const ChildProcess& child : sharers_of(*facts.program)) {

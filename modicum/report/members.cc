@@ -91,7 +91,7 @@ void compared_members(JsonWriter& out, const ComparedValues& compared) {
 std::string compared_text(const ComparedValues& compared) {
   if (compared.bytes == 0 && compared.not_compared.empty()) return "";
   std::string text =
-      fmt::format("{} equal the record of the checkpoint", format_size(compared.bytes));
+      fmt::format("compared with the checkpoint's record: {} equal", format_size(compared.bytes));
   if (!compared.not_compared.empty()) {
     text += fmt::format("; not or partly compared: {}, the first is {}",
                         counted(compared.not_compared.size(), "tensor"),

@@ -262,12 +262,14 @@ TEST(PlanReport, ADeepSpeedThatDoesNotFitNamesItsChanges) {
                           .note = "N",
                           .flags = "--protect",
                           .config = R"({"a":{"b":3}})"},
-                         {.who = kDeepSpeed, .ranks_per_node = 3, .flags = "--left-out"},
+                         {.who = kDeepSpeed, .ranks_per_node = 3, .flags = "--equal"},
                          {.who = kDeepSpeed, .ranks_per_node = 1, .flags = "--ranks-per-node 1"},
+                         {.who = kDeepSpeed, .ranks_per_node = 1, .flags = "--left-out"},
                          {.who = kInPlaceOfDeepSpeed, .ranks_per_node = 3, .flags = "--o"}};
   const std::string text = plan_text(report, false);
   EXPECT_NE(text.find("\nDeepSpeed would fit: --protect, {\"a\":{\"b\":3}} in ds_config.json: "
                       "1.00 GiB on 1 node; N\n"
+                      "DeepSpeed would fit: --equal: 0 B on 1 node\n"
                       "DeepSpeed would fit: --ranks-per-node 1: 0 B on each of 3 nodes\n"
                       "Modicum's AdamW in place of DeepSpeed's would fit: --o: 0 B on 1 node\n"
                       "not counted: what from_pretrained holds before deepspeed.initialize; "),

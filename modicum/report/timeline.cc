@@ -181,8 +181,14 @@ std::string cause_of(const WatchRecord& record) {
 
 std::string peak_cause(const WatchRecord& record) {
   if (!record.may_have_missed_peak()) return cause_of(record);
-  return fmt::format("{}; between two samples the peak may have been higher, at most {} (VmHWM)",
-                     cause_of(record), format_size(record.peak_at_most_bytes));
+  const auto by_copies = [&](const WatchSample& sample) {
+    return sample.held_bytes + sample.unread_copies_bytes >= record.peak_at_most_bytes;
+  };
+  const bool is_by_copies = std::any_of(record.samples.begin(), record.samples.end(), by_copies);
+  return fmt::format(
+      "{}; {} the peak may have been higher, at most {} ({})", cause_of(record),
+      is_by_copies ? "with copies of pages shared since a fork" : "between two samples",
+      format_size(record.peak_at_most_bytes), is_by_copies ? "page faults" : "VmHWM");
 }
 
 void timeline_members(JsonWriter& out, const WatchRecord& record) {

@@ -98,20 +98,22 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
 }
 
 // Of the requested run, of DeepSpeed and of Modicum in its place: the first of the alternatives on
-// the same nodes, and the first with fewer ranks per node.
+// the same nodes, and the first with fewer ranks per node. Of DeepSpeed all on the same nodes,
+// which are equally many changes of different kinds.
 std::vector<std::string> alternatives_text(const PlanReport& report) {
   std::vector<std::string> lines;
   const Alternative* last = nullptr;
-  size_t of_who = 0;  // lines about last->who
+  size_t groups = 0;  // of alternatives on equally many nodes, about last->who
   for (const Alternative& alternative : report.alternatives) {
-    if (last == nullptr || alternative.who != last->who) {
-      of_who = 0;
-    } else if (of_who == 2 || alternative.ranks_per_node == last->ranks_per_node) {
-      continue;
-    }
+    const bool is_first = last == nullptr || alternative.who != last->who;
+    const bool is_of_group = !is_first && alternative.ranks_per_node == last->ranks_per_node;
+    const bool is_equal = is_of_group && alternative.who == kDeepSpeed &&
+                          alternative.ranks_per_node >= report.deepspeed->ranks_of_node;
+    groups = is_first ? 1 : groups + (is_of_group ? 0 : 1);
     last = &alternative;
-    ++of_who;
-    lines.push_back(alternative_text(report, alternative));
+    if (is_equal || (!is_of_group && groups <= 2)) {
+      lines.push_back(alternative_text(report, alternative));
+    }
   }
   return lines;
 }
@@ -177,8 +179,8 @@ std::vector<std::string> not_counted(const PlanReport& report) {
   const uint64_t bytes = report.deepspeed->on_node(report.checkpoint.bytes);
   const bool is_over = report.budget && bytes > report.budget->bytes;
   return {fmt::format(
-      "not counted: what from_pretrained holds before deepspeed.initialize; the stored weights in "
-      "each rank would be {} per node{}",
+      "not counted: what from_pretrained holds before deepspeed.initialize; if each rank holds the "
+      "stored weights, {} per node{}",
       format_size(bytes), is_over ? ", which does not fit" : "")};
 }
 

@@ -51,6 +51,7 @@ void killed_member(JsonWriter& out, const WatchRecord& record) {
   out.member("signal", kill.signal).member("at_s", kill.at_s);
   out.member("limit_bytes", kill.limit_bytes).member("limit_source", kill.limit_source);
   out.member("held_bytes", kill.held_bytes).member("tree_held_bytes", kill.tree_held_bytes);
+  out.member("unread_copies_bytes", kill.unread_copies_bytes);
   out.member("page_cache_bytes", kill.page_cache_bytes);
   text_or_null(out, "phase", kill.phase);
   out.key("grew").begin_object().member("pid", kill.grew_pid).member("name", kill.grew_name);
@@ -181,11 +182,22 @@ std::string copies_text(const WatchRecord& record) {
   return text;
 }
 
+// Whether copies that no sample has divided among processes are most of what was not seen.
+bool has_unread_copies(const WatchedKill& kill) {
+  return kill.unread_copies_bytes > std::max(kMiB, kill.tree_held_bytes / 8);
+}
+
 // The advice at the end of the paragraph about a kill.
 std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
   if (kill.promised_bytes > 0) {
     return fmt::format("all processes together predict {}: a limit of that would have fitted",
                        format_size(kill.promised_bytes));
+  }
+  if (has_unread_copies(kill)) {
+    return fmt::format(
+        "up to {} more were copies of pages made since a fork: without them this much would have "
+        "been free",
+        format_size(kill.unread_copies_bytes));
   }
   if (record.cow_duplicate_bytes >= kMiB) {
     return fmt::format(
@@ -217,6 +229,9 @@ std::string growth_text(const WatchRecord& record) {
 std::string next_text(const WatchRecord& record) {
   const auto growth = growth_in(record);
   if (!growth && !record.killed) return "";
+  if (record.killed && has_unread_copies(*record.killed)) {
+    return next_step(static_cast<size_t>(WatchOwner::copies_since_fork), record.killed->pid);
+  }
   const bool is_last_known = !growth && record.killed->grew_pid != 0;
   const int pid = growth          ? growth->process->pid
                   : is_last_known ? record.killed->grew_pid

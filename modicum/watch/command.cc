@@ -211,6 +211,7 @@ class Watcher {
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
                           .held_bytes = held_bytes,
                           .tree_held_bytes = last.held_bytes,
+                          .unread_copies_bytes = last.unread_copies_bytes,
                           .page_cache_bytes = last.page_cache_bytes,
                           .phase = sampler_->phase_of(kill.pid).name,
                           .promised_bytes = promised_with(kill.pid)};

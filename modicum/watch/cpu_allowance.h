@@ -25,6 +25,7 @@ class CpuAllowance {
   bool leaves(double rest_ns, double cost_ns = 0) const noexcept {
     return left_ns_ - cost_ns >= rest_ns;
   }
+  double debt_ns() const noexcept { return std::max(0.0, -left_ns_); }
 
  private:
   const double duty_;

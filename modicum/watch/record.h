@@ -70,11 +70,13 @@ struct WatchSample {
     OwnedMemory owned;
   };
   double at_s = 0;
-  uint64_t held_bytes = 0;        // by the tree: the sum of `shares` and `others`
-  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to the cgroup
-  uint64_t charged_bytes = 0;     // with --limit: all memory charged to the command's cgroup
-  std::vector<Share> shares;      // the largest first
-  OwnedMemory others;             // sum of the processes without a share
+  uint64_t held_bytes = 0;           // by the tree: the sum of `shares` and `others`
+  uint64_t unread_copies_bytes = 0;  // what it holds in addition at most, by page faults: copies of
+                                     // pages shared since a fork, made since Pss was last read
+  uint64_t page_cache_bytes = 0;     // mapped by the tree; with --limit, charged to the cgroup
+  uint64_t charged_bytes = 0;        // with --limit: all memory charged to the command's cgroup
+  std::vector<Share> shares;         // the largest first
+  OwnedMemory others;                // sum of the processes without a share
 };
 
 // A phase that a process has reported.
@@ -96,13 +98,14 @@ struct WatchedKill {
   std::optional<int> rank;
   int signal = 9;
   double at_s = 0;
-  uint64_t limit_bytes = 0;       // --limit, else the limit with the least memory left
-  std::string limit_source;       // "--limit", or as MemoryLimit::source
-  uint64_t held_bytes = 0;        // by the killed process: see TreeSampler::add_kill
-  uint64_t tree_held_bytes = 0;   // by the tree: last sampled, with `held_bytes`
-  uint64_t page_cache_bytes = 0;  // as in the last sample
-  std::string phase;              // of the killed process; empty: it has reported none
-  int grew_pid = 0;               // the process that grew most before the kill; 0: none grew
+  uint64_t limit_bytes = 0;          // --limit, else the limit with the least memory left
+  std::string limit_source;          // "--limit", or as MemoryLimit::source
+  uint64_t held_bytes = 0;           // by the killed process: see TreeSampler::add_kill
+  uint64_t tree_held_bytes = 0;      // by the tree: last sampled, with `held_bytes`
+  uint64_t unread_copies_bytes = 0;  // WatchSample's, when the process last held memory
+  uint64_t page_cache_bytes = 0;     // as in the last sample
+  std::string phase;                 // of the killed process; empty: it has reported none
+  int grew_pid = 0;                  // the process that grew most before the kill; 0: none grew
   std::string grew_name;
   std::string grew_owner;  // the owner whose memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;
@@ -118,7 +121,8 @@ struct WatchRecord {
   double elapsed_s = 0;
   uint64_t peak_bytes = 0;  // highest sum over the tree of Pss_Anon + Pss_Shmem
   double peak_at_s = 0;
-  // The most that the tree may have held between two samples, by the processes' VmHWM.
+  // The most that the tree may have held: between two samples by the processes' VmHWM, with copies
+  // of shared pages by page faults.
   uint64_t peak_at_most_bytes = 0;
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen

@@ -213,10 +213,25 @@ uint64_t TreeSampler::rss_sum() const noexcept {
   return sum;
 }
 
+// What a copy of a page shared since a fork adds to the tree is not in the estimate. At most each
+// page fault since Pss was last read was one, and each page is then held by a single process.
+uint64_t TreeSampler::unread_copies() const {
+  if (tracked_.size() < 2 || faults_since_ < kFaultsOfCopying) return 0;
+  uint64_t estimate = 0;
+  for (const TrackedProcess& tracked : tracked_) estimate += tracked.held_bytes();
+  const uint64_t sum = rss_sum();
+  return std::min(faults_since_ * kPageBytes, sum - std::min(sum, estimate));
+}
+
 // Whether enough pages were copied since Pss was last read, and either copying has just stopped or
 // much CPU time is left after a reading during it.
 bool TreeSampler::has_copied(int64_t now) {
-  if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
+  if (tracked_.size() < 2) {  // nothing is shared
+    faults_since_ = 0;
+    for (TrackedProcess& tracked : tracked_) tracked.faults = 0;
+    return false;
+  }
+  if (now - faults_at_ns_ < kFaultsEveryNs) return false;
   faults_at_ns_ = now;
   uint64_t more = 0;
   for (TrackedProcess& tracked : tracked_) {
@@ -227,7 +242,9 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  return faults_since_ >= kFaultsOfCopying &&
+  const uint64_t copies = unread_copies();
+  const double least = static_cast<double>(peak_bytes_) / 4 * allowance_.debt_ns() / kMostDebtNs;
+  return copies > 0 && static_cast<double>(copies) >= least &&
          (is_over || allowance_.leaves(kAmpleNs, most_cost_ns(rss_before_)));
 }
 
@@ -243,7 +260,7 @@ TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
     return Reading::pss;
   }
   if (owed_ == Owed::nothing || !is_steady) return Reading::status;
-  const double rest_ns = owed_ == Owed::new_copies ? -kMostDebtNs : 0;
+  const double rest_ns = owed_ == Owed::new_copies ? -kMostDebtNs / 2 : 0;
   return allowance_.leaves(rest_ns) ? Reading::copies : Reading::status;
 }
 
@@ -362,6 +379,7 @@ OwnedMemory TreeSampler::divided(TrackedProcess& tracked, uint64_t held_bytes) {
 
 void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {
   const uint64_t held_bytes = tracked.held_bytes();
+  if (held_bytes > 0) tracked.rss_when_held = tracked.rss_bytes();
   sample.held_bytes += held_bytes;
   sample.page_cache_bytes += tracked.status.rss_file;
   const bool is_large = processes_.size() < 8 * kMostProcesses && held_bytes > peak_bytes_ / 64;
@@ -397,8 +415,9 @@ void TreeSampler::record_sample(int64_t now) {
     sample.page_cache_bytes = page_cache_of(*options_.cage);
   }
   const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
-  peak_at_most_ = std::max(peak_at_most_,
-                           std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0));
+  sample.unread_copies_bytes = unread_copies();
+  peak_at_most_ = std::max({peak_at_most_, sample.held_bytes + sample.unread_copies_bytes,
+                            std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0)});
   note_peak(sample);
   keep(std::move(sample));
 }

@@ -15,7 +15,8 @@
 // The sum of the estimates is rarely too high, since RssAnon grows by new pages only. It is too
 // high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
 // where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
-// estimate is too low; the page faults that it costs show that an exact reading is needed.
+// estimate is too low; the page faults that it costs show that an exact reading is needed, and
+// bound what may be held until then. The more CPU time is owed, the more copies it takes.
 //
 // The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
 // after 10 s if it has changed at all; the process that has changed most comes first, while the
@@ -124,7 +125,8 @@ class TreeSampler {
     uint64_t rss_at_kinds = 0;            // rss_bytes() when `kinds` were read, or could not be
     int64_t kinds_at_ns = INT64_MIN / 2;  // long ago: never
     int64_t kinds_cost_ns = kNsPerMs;     // of the last reading
-    int rank_reads = 0;                   // readings of its environment since its name last changed
+    uint64_t rss_when_held = 0;  // rss_bytes() in the last sample in which it held any memory
+    int rank_reads = 0;          // readings of its environment since its name last changed
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
@@ -152,6 +154,7 @@ class TreeSampler {
   bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies);
   bool may_have_huge_pages() const;
   bool has_copied(int64_t now);
+  uint64_t unread_copies() const;
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_kinds(int64_t now, int64_t cpu_before);

@@ -33,7 +33,7 @@ uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
   TrackedProcess killed = tracked == nullptr ? TrackedProcess{.pid = pid} : *tracked;
   uint64_t held_bytes = last_held(pid);
   if (rss_bytes && tracked != nullptr) {
-    held_bytes += *rss_bytes - std::min(*rss_bytes, killed.rss_bytes());
+    held_bytes += *rss_bytes - std::min(*rss_bytes, killed.rss_when_held);
   }
   const uint64_t others = held_by_others(pid);
   // The cgroup held no more than its limit.
@@ -42,6 +42,10 @@ uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
   WatchSample sample = last();
   sample.at_s = seconds(clock_.now_ns());
   sample.held_bytes = others + held_bytes;
+  if (const WatchSample* const with = last_with(pid)) {
+    sample.unread_copies_bytes =
+        std::min(with->unread_copies_bytes, most - std::min(most, sample.held_bytes));
+  }
   const size_t process = index_of(pid).value();
   std::erase_if(sample.shares, [&](const WatchSample::Share& share) {
     return processes_[share.process].pid == pid;

@@ -318,7 +318,30 @@ TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
     tree.sample_after(0.1);
     const uint64_t held_bytes = tree.sampler().last().held_bytes;
     EXPECT_EQ(held_bytes, (samples == 2 ? 200'000 : 100'000) * kKiB);
+    EXPECT_EQ(tree.finish().peak_at_most_bytes, 200'000 * kKiB) << "by page faults";
   }
+}
+
+// On credit, few copies wait for more. They bound the peak meanwhile.
+TEST(Sampler, FewCopiesAreNotReadOnCredit) {
+  SampledTree tree;
+  const Process shared{.anon_kib = 100'000, .shared_kib = 100'000, .faults = 10};
+  tree.put(11, shared);
+  tree.put(12, shared);
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  tree.set_reading_ns(200 * kNsPerMs);
+  tree.sample_after();
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 100'000, .shared_kib = 96'000, .faults = 1'010});
+  tree.put(12, {.anon_kib = 100'000, .shared_kib = 96'000, .faults = 10});
+  tree.sample_after(0.1);
+  tree.sample_after(0.1);
+  EXPECT_EQ(tree.sampler().last().held_bytes, 100'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 4'000 * kKiB);
+  tree.end(12);
+  tree.sample_after(0.1);
+  EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 0U) << "nothing is shared";
+  EXPECT_EQ(tree.finish().peak_at_most_bytes, 104'000 * kKiB);
 }
 
 // The kernel empties the environment before the process is a zombie.
@@ -497,6 +520,17 @@ TEST(Sampler, AKillAfterTheNextSampleHasTheMemoryOfTheOneBefore) {
   EXPECT_EQ(tree.sampler().add_kill(12, 100'000 * kKiB), 100'000 * kKiB);
   EXPECT_EQ(tree.sampler().last().held_bytes, 110'000 * kKiB);
   EXPECT_EQ(tree.sampler().add_kill(12, 900'000 * kKiB), 110'000 * kKiB) << "the limit";
+}
+
+// The kernel frees the memory of a process that it kills before the process is gone.
+TEST(Sampler, AKilledProcessWhoseMemoryIsFreedCountsOnce) {
+  SampledTree tree({.limit_bytes = 120'000 * kKiB});
+  tree.put(11, {.anon_kib = 10'000});
+  tree.put(12, {.anon_kib = 80'000});
+  tree.sample_after();
+  tree.put(12, {.anon_kib = 0, .highest_kib = 80'000});
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().add_kill(12, 81'000 * kKiB), 81'000 * kKiB);
 }
 
 // The limit bounds what may have been held between two samples.

@@ -128,7 +128,7 @@ def test_reports_say_what_was_compared(modicum: Path, tmp_path: Path) -> None:
     plain = run_json(modicum, "load", tmp_path / "convert")
     assert (plain["compared_bytes"], plain["not_compared"]) == (0, [])
     text = run(modicum, "load", step).stdout
-    assert "equal the record of the checkpoint" in text
+    assert "compared with the checkpoint's record: " in text
 
 
 def test_unused_tensors_are_compared_when_they_are_copied(modicum: Path, tmp_path: Path) -> None:
