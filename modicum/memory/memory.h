@@ -151,7 +151,7 @@ class Ledger {
   Charge adopt(Purpose purpose, uint64_t bytes);
 
   Footprint footprint() const { return locked(footprint_); }
-  // The value of `held()` when its total was highest.
+  // The value of `footprint()` when its total was highest.
   Footprint at_peak() const { return locked(at_peak_); }
   uint64_t peak_bytes() const { return at_peak().total(); }
   // Starts a new measurement of `peak_since_mark`, the highest total since the last mark.

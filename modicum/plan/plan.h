@@ -42,7 +42,7 @@ const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with t
 
 // Where loaded elements go. cpu: to the rank's arena, one block of host memory that the load
 // allocates. copy: to a callback, which takes them from staging and copies them to a device or only
-// hashes them. given: to the caller's host memory.
+// hashes them. caller_memory: to host memory of the caller.
 enum class Destination : uint8_t { cpu, copy, caller_memory };
 
 // Strided runs of elements from one source to one local buffer (see Runs).

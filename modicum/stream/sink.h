@@ -35,14 +35,14 @@ int checked_rank(int rank, const Plan& plan, const Sink& sink);
 
 // Shards in host memory. Buffers with Destination::cpu are in one mapping (the arena), charged as
 // `shards` and mapped at construction; the load is the first to write to its pages. Buffers with
-// Destination::given are the caller's memory.
+// Destination::caller_memory are the caller's.
 class HostSink final : public Sink {
  public:
   using CallerMemory = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  // given[b] is the memory of buffer b, used if its destination is Destination::given. `copy`
+  // caller_memory[b] is the memory of buffer b, used if its destination is caller_memory. `copy`
   // receives the elements of buffers with Destination::copy, on any thread. Throws USAGE, naming
-  // the tensor, if given memory has another size than its buffer; BUDGET, NOMEM.
+  // the tensor, if the caller's memory has another size than its buffer; BUDGET, NOMEM.
   HostSink(const Plan& plan, int rank, Ledger& ledger, CallerMemory caller_memory = {},
            Copy copy = {});
   HostSink(const Plan&&, int, Ledger&, CallerMemory = {}, Copy = {}) = delete;
