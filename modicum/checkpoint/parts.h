@@ -62,7 +62,6 @@ constexpr std::string_view kTrashPrefix = ".trash-";
 constexpr std::string_view kLatestPrefix = ".latest-";
 constexpr std::string_view kDamagedPrefix = ".damaged-";
 std::string step_name(int64_t step);
-std::string make_uuid();  // 128 random bits, as 32 hex digits
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
 // name.
 std::optional<SaveOwner> owner_in(std::string_view name, std::string_view prefix);

@@ -81,7 +81,7 @@ struct CheckpointTensor {
 // The content of manifest.json.
 struct CheckpointRecord {
   int64_t step = 0;
-  std::string uuid;
+  std::string uuid;    // of make_uuid
   int world_size = 0;  // of the run that saved the checkpoint
   std::string tool;    // "modicum 0.1.0"
   std::vector<CheckpointFile> files;
@@ -90,6 +90,7 @@ struct CheckpointRecord {
 
   bool operator==(const CheckpointRecord&) const = default;
 };
+std::string make_uuid();  // 128 random bits, as 32 hex digits
 std::string record_json(const CheckpointRecord& record, bool with_checksums = true);
 // At least the length of record_json, without checksums, for a checkpoint that has the tensor files
 // of `parts` (weights, and the state in kStateDirectory), `others`, and further files whose entries

@@ -304,6 +304,14 @@ SavePlan::SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm&
       plan_(make_plan(manifest_, recipe_, loaded.layout, options_of(loaded, form))),
       copied_(copied_of(form_, manifest_)) {}
 
+std::optional<NewForm> SavePlan::new_form(const Checkpoint& source) const {
+  FormTally tally;
+  for (const SavedTensor& tensor : form_.tensors) {
+    tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
+  }
+  return tally.new_form();
+}
+
 Footprint SavePlan::footprint() const {
   Footprint result;
   result[Purpose::header] = manifest_.held_bytes();

@@ -49,6 +49,8 @@ class SavePlan {
     uint32_t to = 0;
   };
   std::span<const CopiedTensor> copied() const noexcept { return copied_; }
+  // For copy_companions.
+  std::optional<NewForm> new_form(const Checkpoint& source) const;
   // The memory of a save on each rank in addition to the buffers and plan().staging.
   Footprint footprint() const;
   struct SaveNeeds needs() const;
@@ -134,5 +136,19 @@ struct RankOfMany {
 // file exists, NOSPACE or IO; PEER if another rank failed.
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
                       const RankOfMany& which);
+
+// Writes the sums of rank `rank`, after its save, to a file next to the saved ones, for the process
+// that calls complete_files. Throws IO, NOSPACE.
+void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to);
+// The entries of saved files in a CheckpointRecord.
+struct CompletedFiles {
+  std::vector<CheckpointFile> files;  // those of the manifest, then the index, if there is one
+  std::vector<CheckpointTensor> tensors;
+};
+// Call it once all `ranks` ranks have handed over their sums, made with `point`: merges these and
+// removes their files, proves them, and writes the index, if the manifest has several files. Throws
+// INTEGRITY, naming the tensor, if an element was not written exactly once; IO, NOSPACE.
+CompletedFiles complete_files(const Manifest& manifest, uint64_t point, int ranks,
+                              const SaveFiles& to);
 
 }  // namespace modicum

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <numeric>
 
 #include "modicum/io/file_doubles.h"
 #include "modicum/kernels/kernels.h"
@@ -83,14 +84,13 @@ struct SaveResult {
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
-// Loads with all ranks, then saves to /out. The digests come from the merged, proven sums.
+// Loads with all ranks, then saves to /out.
 SaveResult load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
                          FileSystem& files, int threads = 1) {
   SteadyClock clock;
   SharedBoard board(plan.ranks(), clock);
   const auto ranks = static_cast<size_t>(plan.ranks());
   SaveResult result{std::vector<SaveOutcome>(ranks), std::vector<Footprint>(ranks)};
-  std::vector<std::vector<std::byte>> sums(ranks);
   files.make_directory("/out");
   const std::string out = "/out";
   Gathers gathers(saved.plan());
@@ -108,16 +108,13 @@ SaveResult load_and_save(const Checkpoint& checkpoint, const Plan& plan, const S
     result.outcomes[r] = save({checkpoint, saved, at, shards, threads}, {files, out}, of_rank);
     result.peaks[r] = ledger.at_peak();
     for (size_t p = 0; p < before.bytes.size(); ++p) result.peaks[r].bytes[p] -= before.bytes[p];
-    sums[r] = of_rank.bytes();
+    hand_over_sums(of_rank, rank, {files, out});
   });
-  ChunkSums merged(saved.manifest(), kPoint);
-  for (const auto& of_rank : sums) merged.merge(of_rank);
-  merged.prove();
-  for (uint32_t t = 0; t < saved.manifest().tensors.size(); ++t) {
-    result.digests[saved.manifest().tensors[t].spec.fqn] = digest_of_tensor(merged, t);
-  }
-  if (const std::string index = output_index(saved.manifest()); !index.empty()) {
-    files.create("/out/" + std::string(kIndexFile))->write(std::as_bytes(std::span(index)), 0);
+  const CompletedFiles completed =
+      complete_files(saved.manifest(), kPoint, plan.ranks(), {files, out});
+  for (const CheckpointTensor& tensor : completed.tensors) {
+    result.digests[tensor.spec.fqn] =
+        std::accumulate(tensor.chunks.begin(), tensor.chunks.end(), uint64_t{0});
   }
   return result;
 }

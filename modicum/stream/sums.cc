@@ -44,6 +44,10 @@ uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noex
   return chunks;
 }
 
+uint64_t point_of(const std::string& uuid) {
+  return 2 + digest_of(uuid).low % (Powers::kPrime - 2);
+}
+
 ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only)
     : manifest_(manifest), powers_(point), only_(only) {
   uint64_t chunks = 0;

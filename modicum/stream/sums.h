@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
@@ -17,6 +18,9 @@ uint64_t digest_seed(const TensorSpec& spec);
 // A value for each tensor, derived from its seed. A model's digest is the sum of these values and
 // of the chunks' digests, so that a tensor without elements also counts.
 uint64_t digest_of_empty(const TensorSpec& spec);
+
+// The point of the ChunkSums of a save: a number that CheckpointRecord::uuid determines.
+uint64_t point_of(const std::string& uuid);
 
 // Sums over the writes to one chunk, which is kChunkBytes of a tensor (its last chunk may be
 // shorter). The sums of several writes, threads or ranks are added member by member.
@@ -38,8 +42,9 @@ class ChunkSums {
  public:
   static constexpr uint64_t kChunkBytes = kDigestChunkBytes;
 
-  // `point`: above 1 and below Powers::kPrime, the same on all ranks of a save, independent of the
-  // plan. `only`: the kind of sum that is computed, by default both.
+  // `point`: that of point_of, the same on all ranks of a save; or any other value above 1 and
+  // below Powers::kPrime that does not depend on the plan. `only`: the kind of sum that is
+  // computed, by default both.
   ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only = {});
   ChunkSums(const Manifest&&, uint64_t, std::optional<ChunkSumKind> = {}) = delete;
   static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;

@@ -15,8 +15,6 @@
 namespace modicum {
 namespace {
 
-std::string sums_name(int rank) { return fmt::format(".sums-{:05}", rank); }
-
 SaveOwner this_process() {
   const ProcessIdentity identity = identify_process(getpid());
   return {identity.host, identity.pid, identity.started};
@@ -117,12 +115,6 @@ std::optional<std::string> state_recipe_text(const Plan& plan) {
   return recipe_text(part_of(recipe, stored, manifest.tensors.size()), manifest);
 }
 
-void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
-  const auto file = to.files.create(join_path(to.directory, sums_name(rank)));
-  file->write(sums.bytes(), 0);
-  file->close();
-}
-
 CheckpointSave::CheckpointSave(FileSystem& files, const std::string& root, int64_t step,
                                bool has_state, std::optional<size_t> keep)
     : files_(files),
@@ -149,42 +141,22 @@ CheckpointSave::~CheckpointSave() {
   if (!is_published_ && pid_ == getpid()) discard_checkpoint(files_, in_flight_);
 }
 
-uint64_t CheckpointSave::point() const {
-  return 2 + digest_of(in_flight_.uuid).low % (Powers::kPrime - 2);
-}
+uint64_t CheckpointSave::point() const { return point_of(in_flight_.uuid); }
 
-void CheckpointSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
-  for (int rank = 0; rank < ranks; ++rank) {
-    const std::string path = join_path(in_flight_.directory, prefix + sums_name(rank));
-    const std::string bytes = read_text(*files_.open(path), sums.most_bytes(), Category::integrity);
-    sums.merge(std::as_bytes(std::span(bytes)));
-    files_.remove(path);
+// Completes the files that the ranks have written into the folder `prefix`, and adds them to the
+// record. Returns their tensors.
+std::vector<CheckpointTensor> CheckpointSave::add_part(SavedCheckpoint& saved,
+                                                       const std::string& prefix,
+                                                       const Manifest& manifest) {
+  const std::string directory = join_path(in_flight_.directory, prefix);
+  CompletedFiles part =
+      complete_files(manifest, point(), saved.record.world_size, {files_, directory});
+  if (part.files.size() > manifest.files.size()) saved.written_bytes += part.files.back().bytes;
+  for (CheckpointFile& file : part.files) {
+    file.name = prefix + file.name;
+    saved.record.files.push_back(std::move(file));
   }
-}
-
-// Adds the data files and tensors that the ranks have written under `prefix` to the record.
-void CheckpointSave::add_part(SavedCheckpoint& saved, const std::string& prefix,
-                              const Manifest& manifest, std::vector<CheckpointTensor>& tensors) {
-  ChunkSums sums(manifest, point());
-  merge_sums(sums, prefix, saved.record.world_size);
-  sums.prove();
-  for (uint32_t f = 0; f < manifest.files.size(); ++f) {
-    const std::string header = output_header(manifest, f);
-    saved.record.files.push_back({prefix + manifest.files[f].name,
-                                  manifest.files[f].identity.size_bytes, header.size(),
-                                  digest_of(header)});
-  }
-  for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
-    CheckpointTensor& tensor = tensors.emplace_back();
-    tensor.spec = manifest.tensors[s].spec;
-    for (const ChunkSum& chunk : sums.of_tensor(s)) {
-      tensor.chunks.push_back(chunk.digest);
-      tensor.checksums.push_back(chunk.checksum);
-    }
-  }
-  if (const std::string index = output_index(manifest); !index.empty()) {
-    add_file(saved, prefix + kIndexFile, index);
-  }
+  return std::move(part.tensors);
 }
 
 void CheckpointSave::add_file(SavedCheckpoint& saved, const std::string& name,
@@ -201,16 +173,12 @@ void CheckpointSave::add_record(SavedCheckpoint& saved, CheckpointFile file) {
 
 void CheckpointSave::add_companions(const Checkpoint& source, const SavePlan& plan,
                                     SavedCheckpoint& saved) {
-  FormTally tally;
-  for (const SavedTensor& tensor : plan.form().tensors) {
-    tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
-  }
   std::vector<std::string> names = companion_files(source);
   std::erase_if(names, [this](const std::string& name) {
     return in_flight_.is_inside && files_.exists(join_path(in_flight_.root, name));
   });
   Companions companions =
-      copy_companions(source, names, tally.new_form(), files_, in_flight_.directory);
+      copy_companions(source, names, plan.new_form(source), files_, in_flight_.directory);
   for (CheckpointFile& file : companions.copied) {
     if (in_flight_.is_inside) {
       place_companion(saved, file);
@@ -263,10 +231,10 @@ SavedCheckpoint CheckpointSave::publish(const Checkpoint& source, const SavePlan
                   .uuid = in_flight_.uuid,
                   .world_size = plan.plan().ranks(),
                   .tool = "modicum " MODICUM_VERSION};
-  add_part(saved, "", plan.manifest(), saved.record.tensors);
+  saved.record.tensors = add_part(saved, "", plan.manifest());
   if (state) {
     const std::string prefix = std::string(kStateDirectory) + "/";
-    add_part(saved, prefix, state->manifest, saved.record.state);
+    saved.record.state = add_part(saved, prefix, state->manifest);
     add_file(saved, prefix + kStateFile, state->facts);
     if (const auto recipe = state_recipe_text(plan.plan())) {
       add_file(saved, prefix + kStateRecipeFile, *recipe);

@@ -112,9 +112,8 @@ class CheckpointSave {
                           const PublishOptions& options = {});
 
  private:
-  void add_part(SavedCheckpoint& saved, const std::string& prefix, const Manifest& manifest,
-                std::vector<CheckpointTensor>& tensors);
-  void merge_sums(ChunkSums& sums, const std::string& prefix, int ranks);
+  std::vector<CheckpointTensor> add_part(SavedCheckpoint& saved, const std::string& prefix,
+                                         const Manifest& manifest);
   void add_companions(const Checkpoint& source, const SavePlan& plan, SavedCheckpoint& saved);
   void place_companion(SavedCheckpoint& saved, const CheckpointFile& file);
   void add_file(SavedCheckpoint& saved, const std::string& name, const std::string& text);
@@ -132,8 +131,5 @@ class CheckpointSave {
   const std::vector<std::string> warnings_;  // of what remains of other saves
   bool is_published_ = false;
 };
-
-// Writes the sums of rank `rank` to a file next to the saved ones, for the leader.
-void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to);
 
 }  // namespace modicum

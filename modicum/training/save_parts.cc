@@ -1,7 +1,5 @@
 #include "modicum/training/save_parts.h"
 
-#include "modicum/training/checkpoint_save.h"
-
 namespace modicum {
 namespace {
 
