@@ -4,7 +4,8 @@ libraries of the wheel's build, since compiling them takes minutes; `make soak` 
 in that project.
 
 Catches: paths that begin at the other project's folder; our flags in its targets; a header,
-a library or a dependency that is not installed.
+a library or a dependency that is not installed; a saved directory that transformers or `modicum
+verify` refuses, or values of other steps.
 """
 
 import re
@@ -14,7 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from program import run_json
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What a loader does not need: packages of the program and of the tests, and a launcher.
@@ -44,7 +48,7 @@ target_link_libraries(loader PRIVATE modicum::stream)
 
 
 def block(language: str, at: int = 0) -> str:
-    """A block of this language on the page: the load, or at 1 the list of tensors."""
+    """A block of this language on the page: the load; at 1 steps and a save; at 2 the list."""
     page = (ROOT / "docs/reference/cpp.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)[at]
 
@@ -145,6 +149,37 @@ def test_pkg_config_names_the_installed_libraries(prefix, model, tmp_path):
     assert_loads(tmp_path / "shards", model)
 
 
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: values for file in files for name, values in load_file(file).items()}
+
+
+def test_the_page_steps_and_saves(modicum, prefix, tmp_path):
+    trains = block("cmake").replace("modicum::stream", "modicum::optim modicum::stream")
+    trains = trains.replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
+    options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
+    configured(tmp_path, trains, *options, program=block("cpp", at=1))
+    checked("cmake", "--build", tmp_path / "build")
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    run_json(modicum, "synth", model, "--arch", "tiny-moe", "--shard-size", 800)
+    checked(tmp_path / "build/shards", model, saved)
+
+    recorded = {file["name"] for file in run_json(modicum, "verify", saved)["files"]}
+    assert {"config.json", "model.safetensors.index.json"} < recorded
+    assert {path.name for path in saved.iterdir()} == {*recorded, "manifest.json", "COMMIT"}
+    whole = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    assert whole.dtype == torch.float32
+    stepped = tensors_of(saved)
+    for name, values in tensors_of(model).items():
+        parameter = torch.nn.Parameter(values.float())
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        adamw = torch.optim.AdamW([parameter])
+        adamw.step()
+        adamw.step()
+        torch.testing.assert_close(stepped.pop(name), parameter.detach(), rtol=1e-6, atol=1e-7)
+    assert not stepped
+
+
 def test_the_lower_room_lists_the_tensors(modicum, prefix, model, tmp_path):
     """The room that the page names suffices: no other library of ours is linked."""
     (room,) = re.findall(
@@ -153,7 +188,7 @@ def test_the_lower_room_lists_the_tensors(modicum, prefix, model, tmp_path):
     lists = block("cmake").replace("modicum::stream", f"modicum::{room}")
     lists = lists.replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
     options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
-    configured(tmp_path, lists, *options, program=block("cpp", at=1))
+    configured(tmp_path, lists, *options, program=block("cpp", at=2))
     checked("cmake", "--build", tmp_path / "build")
     lines = checked(tmp_path / "build/shards", model).splitlines()
     stored = run_json(modicum, "inspect", model)["tensors"]
