@@ -182,7 +182,7 @@ std::string copies_text(const WatchRecord& record) {
   return text;
 }
 
-// Whether copies that no sample has divided among processes are most of what was not seen.
+// Whether copies that no sample has divided among processes may be large.
 bool has_unread_copies(const WatchedKill& kill) {
   return kill.unread_copies_bytes > std::max(kMiB, kill.tree_held_bytes / 8);
 }

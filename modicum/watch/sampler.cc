@@ -13,8 +13,11 @@ constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have jus
 constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
 constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while much is allowed
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before an exact reading
-constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
-constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
+constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;     // the interval of reading page faults
+constexpr uint64_t kFaultsOfCopying = 256;             // 1 MiB of copied pages
+constexpr double kLongCopyingNs = 1.0 * kNsPerSecond;  // after this a reading no longer waits
+// The time between two readings when kMostDebtNs are owed; in proportion, when less is.
+constexpr double kLongestCreditNs = 10.0 * kNsPerSecond;
 // The rank is read in a process's first samples: an exec soon after the fork may change it.
 constexpr int kRankReads = 3;
 // Kinds are read again after this change, or 1/64 of the process's memory if that is more.
@@ -213,22 +216,26 @@ uint64_t TreeSampler::rss_sum() const noexcept {
   return sum;
 }
 
-// What a copy of a page shared since a fork adds to the tree is not in the estimate. At most each
-// page fault since Pss was last read was one, and each page is then held by a single process.
+// What copies of pages shared since a fork add to the tree, and is not in the estimate. At most
+// each page fault since Pss was last read was one. A process copies each of its pages once, and in
+// the end each page is held by a single process.
 uint64_t TreeSampler::unread_copies() const {
   if (tracked_.size() < 2 || faults_since_ < kFaultsOfCopying) return 0;
-  uint64_t estimate = 0;
-  for (const TrackedProcess& tracked : tracked_) estimate += tracked.held_bytes();
+  uint64_t estimate = 0, copies = 0;
+  for (const TrackedProcess& tracked : tracked_) {
+    estimate += tracked.held_bytes();
+    copies += std::min(tracked.faults_since * kPageBytes, tracked.status.rss_anon);
+  }
   const uint64_t sum = rss_sum();
-  return std::min(faults_since_ * kPageBytes, sum - std::min(sum, estimate));
+  return std::min(copies, sum - std::min(sum, estimate));
 }
 
-// Whether enough pages were copied since Pss was last read, and either copying has just stopped or
-// much CPU time is left after a reading during it.
+// Whether enough pages were copied since Pss was last read, copying has stopped or lasts, and there
+// is CPU time for a reading, or the last one on credit was long ago.
 bool TreeSampler::has_copied(int64_t now) {
   if (tracked_.size() < 2) {  // nothing is shared
     faults_since_ = 0;
-    for (TrackedProcess& tracked : tracked_) tracked.faults = 0;
+    for (TrackedProcess& tracked : tracked_) tracked.faults = tracked.faults_since = 0;
     return false;
   }
   if (now - faults_at_ns_ < kFaultsEveryNs) return false;
@@ -236,16 +243,18 @@ bool TreeSampler::has_copied(int64_t now) {
   uint64_t more = 0;
   for (TrackedProcess& tracked : tracked_) {
     const uint64_t faults = read_minor_faults(tracked.pid, options_.root);
-    if (tracked.faults != 0 && faults > tracked.faults) more += faults - tracked.faults;
+    if (tracked.faults != 0 && faults > tracked.faults) {
+      tracked.faults_since += faults - tracked.faults;
+      more += faults - tracked.faults;
+    }
     tracked.faults = faults;
   }
   faults_since_ += more;
-  const bool rise = more >= kFaultsOfCopying / 4;
-  const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  const uint64_t copies = unread_copies();
-  const double least = static_cast<double>(peak_bytes_) / 4 * allowance_.debt_ns() / kMostDebtNs;
-  return copies > 0 && static_cast<double>(copies) >= least &&
-         (is_over || allowance_.leaves(kAmpleNs, most_cost_ns(rss_before_)));
+  const auto age_ns = static_cast<double>(now - exact_at_ns_);
+  const bool is_copying = more >= kFaultsOfCopying / 4 && age_ns < kLongCopyingNs;
+  const bool is_paid = allowance_.leaves(kAmpleNs, most_cost_ns(rss_before_));
+  const bool is_due = age_ns >= kLongestCreditNs * allowance_.debt_ns() / kMostDebtNs;
+  return faults_since_ >= kFaultsOfCopying && (is_paid || (!is_copying && is_due));
 }
 
 TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
@@ -312,9 +321,11 @@ void TreeSampler::read_exact() {
       take_status(tracked, *status);
     }
     tracked.anon_then = tracked.status.rss_anon;
+    tracked.faults_since = 0;
     if (tracked.process) give_rank(tracked);
   }
   rss_at_exact_ = rss_sum();
+  exact_at_ns_ = then_ns_;
   faults_since_ = 0;
 }
 

@@ -16,7 +16,7 @@
 // high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
 // where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
 // estimate is too low; the page faults that it costs show that an exact reading is needed, and
-// bound what may be held until then. The more CPU time is owed, the more copies it takes.
+// bound what may be held until then. The more CPU time is owed, the longer that is.
 //
 // The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
 // after 10 s if it has changed at all; the process that has changed most comes first, while the
@@ -118,7 +118,8 @@ class TreeSampler {
     uint64_t pss_anon = 0;      // at the last exact reading, less the private bytes freed since
     uint64_t pss_shmem = 0;     // at the last exact reading
     uint64_t anon_then = 0;     // the lowest RssAnon since that reading
-    uint64_t faults = 0;        // minor page faults, when last read
+    uint64_t faults = 0;        // minor page faults, when last read; 0: not yet
+    uint64_t faults_since = 0;  // minor page faults since Pss was last read
     uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
     Division division;          // its state between samples
     std::optional<MemoryKinds> kinds;
@@ -193,7 +194,7 @@ class TreeSampler {
   int64_t steady_since_ns_;          // rss_sum() has hardly changed since this time
   int64_t faults_at_ns_ = 0;         // when page faults were last read
   uint64_t faults_since_ = 0;        // page faults since Pss was last read
-  bool faults_rose_ = false;  // whether processes were copying pages when faults were last read
+  int64_t exact_at_ns_ = 0;          // when Pss was last read
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;

@@ -315,33 +315,40 @@ TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
     tree.put(11, {.anon_kib = 100'000, .faults = 25'010});
     tree.put(12, {.anon_kib = 100'000, .faults = 10});
     tree.sample_after(0.1);
-    tree.sample_after(0.1);
+    tree.sample_after(10);
     const uint64_t held_bytes = tree.sampler().last().held_bytes;
     EXPECT_EQ(held_bytes, (samples == 2 ? 200'000 : 100'000) * kKiB);
     EXPECT_EQ(tree.finish().peak_at_most_bytes, 200'000 * kKiB) << "by page faults";
   }
 }
 
-// On credit, few copies wait for more. They bound the peak meanwhile.
-TEST(Sampler, FewCopiesAreNotReadOnCredit) {
+// The more is owed, the longer copies wait. They bound the peak meanwhile, each page once.
+TEST(Sampler, CopiesOnCreditWait) {
   SampledTree tree;
   const Process shared{.anon_kib = 100'000, .shared_kib = 100'000, .faults = 10};
   tree.put(11, shared);
   tree.put(12, shared);
   for (int i = 0; i < 20; ++i) tree.sample_after();
-  tree.set_reading_ns(200 * kNsPerMs);
+  tree.set_reading_ns(100 * kNsPerMs);
   tree.sample_after();
-  tree.sample_after();
-  tree.put(11, {.anon_kib = 100'000, .shared_kib = 96'000, .faults = 1'010});
-  tree.put(12, {.anon_kib = 100'000, .shared_kib = 96'000, .faults = 10});
+  tree.sample_after();  // owes about 0.3 s, so that 3 s pass between two readings
+  tree.set_reading_ns(kNsPerMs / 20);
+  const auto put_copies = [&](uint64_t kib, uint64_t faults) {
+    tree.put(11, {.anon_kib = 100'000, .shared_kib = 100'000 - kib, .faults = faults});
+    tree.put(12, {.anon_kib = 100'000, .shared_kib = 100'000 - kib, .faults = 10});
+  };
+  put_copies(4'000, 1'010);
   tree.sample_after(0.1);
   tree.sample_after(0.1);
   EXPECT_EQ(tree.sampler().last().held_bytes, 100'000 * kKiB);
   EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 4'000 * kKiB);
-  tree.end(12);
+  put_copies(4'000, 100'010);  // faults that copied nothing
   tree.sample_after(0.1);
-  EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 0U) << "nothing is shared";
-  EXPECT_EQ(tree.finish().peak_at_most_bytes, 104'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 100'000 * kKiB);
+  tree.sample_after(4);
+  EXPECT_EQ(tree.sampler().last().held_bytes, 104'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().unread_copies_bytes, 0U);
+  EXPECT_EQ(tree.finish().peak_at_most_bytes, 200'000 * kKiB);
 }
 
 // The kernel empties the environment before the process is a zombie.
