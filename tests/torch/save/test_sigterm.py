@@ -369,7 +369,7 @@ def test_an_error_of_the_save_is_printed_before_sigterm_ends_the_process() -> No
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and "the disk is full" in ended.stderr
-    assert ended.stderr.endswith("modicum: SIGTERM: nothing was saved, exiting 143\n")
+    assert ended.stderr.endswith("modicum: SIGTERM: the loop has ended, exiting 143\n")
 
 
 def test_a_save_of_the_program_is_not_called_a_checkpoint() -> None:

@@ -56,7 +56,7 @@ class SigtermRequest(SigtermHandler):
         """The end of the training. A SIGTERM that no agreement has answered ends the process, after
         a save in the background that holds it, too. Rank 0 prints the newest saved checkpoint."""
         if self._is_unanswered():
-            _print_exit("nothing was saved", running.newest())
+            _print_exit("the loop has ended", running.newest())
             signal.raise_signal(signal.SIGTERM)
 
     def _end_process_at_the_second(self) -> None:
