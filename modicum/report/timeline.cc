@@ -181,10 +181,7 @@ std::string cause_of(const WatchRecord& record) {
 
 std::string peak_cause(const WatchRecord& record) {
   if (!record.may_have_missed_peak()) return cause_of(record);
-  const auto by_copies = [&](const WatchSample& sample) {
-    return sample.held_bytes + sample.unread_copies_bytes >= record.peak_at_most_bytes;
-  };
-  const bool is_by_copies = std::any_of(record.samples.begin(), record.samples.end(), by_copies);
+  const bool is_by_copies = record.is_at_most_by_copies;
   return fmt::format(
       "{}; {} the peak may have been higher, at most {} ({})", cause_of(record),
       is_by_copies ? "with copies of pages shared since a fork" : "between two samples",

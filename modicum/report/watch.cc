@@ -193,16 +193,13 @@ std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
     return fmt::format("all processes together predict {}: a limit of that would have fitted",
                        format_size(kill.promised_bytes));
   }
-  if (has_unread_copies(kill)) {
-    return fmt::format(
-        "up to {} more were copies of pages made since a fork: without them this much would have "
-        "been free",
-        format_size(kill.unread_copies_bytes));
-  }
-  if (record.cow_duplicate_bytes >= kMiB) {
-    return fmt::format(
-        "{} were copies of pages made since a fork: without them this much would have been free",
-        format_size(record.cow_duplicate_bytes));
+  const std::string copies =
+      has_unread_copies(kill) ? fmt::format("up to {} more", format_size(kill.unread_copies_bytes))
+      : record.cow_duplicate_bytes >= kMiB ? format_size(record.cow_duplicate_bytes)
+                                           : "";
+  if (!copies.empty()) {
+    return copies +
+           " were copies of pages made since a fork: without them this much would have been free";
   }
   const uint64_t others = kill.tree_held_bytes - std::min(kill.tree_held_bytes, kill.held_bytes);
   if (others > kill.held_bytes) {

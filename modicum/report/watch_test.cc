@@ -144,6 +144,10 @@ TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
   EXPECT_TRUE(peak_cause(record).ends_with(
       "; between two samples the peak may have been higher, at most 4.10 MiB (VmHWM)"));
   EXPECT_NE(watch_text(record).find("at most 4.10 MiB"), std::string::npos);
+  record.is_at_most_by_copies = true;
+  EXPECT_TRUE(
+      peak_cause(record).ends_with("; with copies of pages shared since a fork the peak may "
+                                   "have been higher, at most 4.10 MiB (page faults)"));
   record.killed = {.pid = 6, .name = "modicum-rank-0"};
   EXPECT_EQ(watch_text(record).find("at most 4.10 MiB"), std::string::npos)
       << "the kill has its own figure";

@@ -124,6 +124,7 @@ struct WatchRecord {
   // The most that the tree may have held: between two samples by the processes' VmHWM, with copies
   // of shared pages by page faults.
   uint64_t peak_at_most_bytes = 0;
+  bool is_at_most_by_copies = false;          // peak_at_most_bytes counts page faults, not VmHWM
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
   uint64_t processes_left_out = 0;            // how many small ones are not in `processes`

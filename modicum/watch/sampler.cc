@@ -216,18 +216,23 @@ uint64_t TreeSampler::rss_sum() const noexcept {
   return sum;
 }
 
+// What the processes map beyond the estimate. The tree holds no more in addition.
+uint64_t TreeSampler::beyond_estimate() const noexcept {
+  uint64_t estimate = 0;
+  for (const TrackedProcess& tracked : tracked_) estimate += tracked.held_bytes();
+  const uint64_t sum = rss_sum();
+  return sum - std::min(sum, estimate);
+}
+
 // What copies of pages shared since a fork add to the tree, and is not in the estimate. At most
-// each page fault since Pss was last read was one. A process copies each of its pages once, and in
-// the end each page is held by a single process.
-uint64_t TreeSampler::unread_copies() const {
+// each page fault since Pss was last read was one. A process copies each of its pages once.
+uint64_t TreeSampler::unread_copies() const noexcept {
   if (tracked_.size() < 2 || faults_since_ < kFaultsOfCopying) return 0;
-  uint64_t estimate = 0, copies = 0;
+  uint64_t copies = 0;
   for (const TrackedProcess& tracked : tracked_) {
-    estimate += tracked.held_bytes();
     copies += std::min(tracked.faults_since * kPageBytes, tracked.status.rss_anon);
   }
-  const uint64_t sum = rss_sum();
-  return std::min(copies, sum - std::min(sum, estimate));
+  return std::min(copies, beyond_estimate());
 }
 
 // Whether enough pages were copied since Pss was last read, copying has stopped or lasts, and there
@@ -285,9 +290,7 @@ bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) {
     rss_of_small_pages_ = sum;
   }
   if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMostDebtNs : 0)) return false;
-  uint64_t estimate = 0;
-  for (const TrackedProcess& process : tracked_) estimate += process.held_bytes();
-  if (sum <= peak_bytes_ || sum - std::min(sum, estimate) <= step / 2) return false;
+  if (sum <= peak_bytes_ || beyond_estimate() <= step / 2) return false;
   return has_new_copies || has_grown || (is_steady && distance(sum, rss_at_exact_) > step / 2);
 }
 
@@ -427,8 +430,12 @@ void TreeSampler::record_sample(int64_t now) {
   }
   const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
   sample.unread_copies_bytes = unread_copies();
-  peak_at_most_ = std::max({peak_at_most_, sample.held_bytes + sample.unread_copies_bytes,
-                            std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0)});
+  const uint64_t between = std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0);
+  const uint64_t with_copies = sample.held_bytes + sample.unread_copies_bytes;
+  if (std::max(between, with_copies) > peak_at_most_) {
+    peak_at_most_ = std::max(between, with_copies);
+    at_most_by_copies_ = with_copies > between;
+  }
   note_peak(sample);
   keep(std::move(sample));
 }

@@ -155,7 +155,8 @@ class TreeSampler {
   bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies);
   bool may_have_huge_pages() const;
   bool has_copied(int64_t now);
-  uint64_t unread_copies() const;
+  uint64_t beyond_estimate() const noexcept;
+  uint64_t unread_copies() const noexcept;
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_kinds(int64_t now, int64_t cpu_before);
@@ -201,6 +202,7 @@ class TreeSampler {
   uint64_t unseen_bytes_ = 0;       // by VmHWM, memory that came and went since the last sample
   uint64_t peak_rss_bytes_ = 0;     // the highest VmHWM of any process so far
   uint64_t peak_at_most_ = 0;       // WatchRecord::peak_at_most_bytes
+  bool at_most_by_copies_ = false;  // WatchRecord::is_at_most_by_copies
   uint64_t most_copies_ = 0;        // WatchRecord::cow_duplicate_bytes
   std::deque<WatchSample> recent_;  // of the last seconds, the newest at the back
   Timeline timeline_;

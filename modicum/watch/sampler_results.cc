@@ -144,6 +144,7 @@ void TreeSampler::finish(WatchRecord& record) {
   record.peak_bytes = peak_bytes_;
   record.peak_at_s = peak_at_s_;
   record.peak_at_most_bytes = peak_at_most_;
+  record.is_at_most_by_copies = at_most_by_copies_;
   if (options_.limit_bytes != 0) {
     record.peak_at_most_bytes =
         std::max(peak_bytes_, std::min(peak_at_most_, options_.limit_bytes));

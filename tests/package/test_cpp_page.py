@@ -13,12 +13,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import transformers
 from program import run_json
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What a loader does not need: packages of the program and of the tests, and a launcher.
@@ -149,12 +147,14 @@ def test_pkg_config_names_the_installed_libraries(prefix, model, tmp_path):
     assert_loads(tmp_path / "shards", model)
 
 
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+def tensors_of(directory: Path) -> dict[str, Any]:
+    load_file = pytest.importorskip("safetensors.torch").load_file
     files = sorted(directory.glob("*.safetensors"))
     return {name: values for file in files for name, values in load_file(file).items()}
 
 
 def test_the_page_steps_and_saves(modicum, prefix, tmp_path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     trains = block("cmake").replace("modicum::stream", "modicum::optim modicum::stream")
     trains = trains.replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
     options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
