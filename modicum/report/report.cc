@@ -241,7 +241,7 @@ std::string plan_text(const PlanReport& report, bool compares) {
   if (!report.optimizer.empty()) text += wrapped(report.optimizer);
   if (compares || !has_only_forecast(report)) {
     const auto strategies = shown_strategies(report, compares);
-    text += "\n" + strategies_text(report, strategies) + job_text(strategies);
+    text += fmt::format("\n{}{}", strategies_text(report, strategies), job_text(strategies));
   }
   text += timeline_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
