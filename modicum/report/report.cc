@@ -89,8 +89,8 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
   uint64_t shortfall_bytes = 0;  // of the load or of DeepSpeed, which needs more
   if (report.refusal) shortfall_bytes = report.refusal->facts().shortfall_bytes.value_or(0);
   if (!report.deepspeed_fits.value_or(true)) {
-    const Error refusal = refusal_of_deepspeed(report).value();
-    shortfall_bytes = std::max(shortfall_bytes, refusal.facts().shortfall_bytes.value_or(0));
+    const uint64_t needed = report.deepspeed->on_node(report.deepspeed->peak_bytes());
+    shortfall_bytes = std::max(shortfall_bytes, needed - report.budget->bytes);
   }
   out.member("shortfall_bytes", shortfall_bytes);
   out.key("would_fit").begin_array();
