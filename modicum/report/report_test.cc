@@ -247,8 +247,11 @@ TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
       text.starts_with("does not fit: budget 100.00 MiB per node (flag), needed 2.15 GiB "
                        "for DeepSpeed, short by 2.05 GiB\n"
                        "the load by Modicum: needed 120.00 MiB, short by 20.00 MiB\n"
-                       "the load alone would fit: --a b: 0 B on each of 3 nodes\n"))
+                       "the load by Modicum would fit: --a b: 0 B on each of 3 nodes\n"))
       << text;
+  both.optimizer = "adamw:fp32";
+  EXPECT_NE(plan_text(both, false).find("\nload and steps by Modicum would fit: --a b: "),
+            std::string::npos);
 }
 
 // Must fail if a change of DeepSpeed reads as one of the load, or its configuration is left out.

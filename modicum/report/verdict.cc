@@ -19,16 +19,19 @@ struct Holder {
   uint64_t bytes = 0;  // at its peak, on the fullest node
 };
 
+// What Modicum does in the requested run.
+std::string_view parts_of(const PlanReport& report) {
+  const bool has_others = report.deepspeed.has_value();
+  if (report.optimizer.empty()) return has_others ? "the load by Modicum" : "the load";
+  return has_others ? "load and steps by Modicum" : "load and steps";
+}
+
 // The largest first.
 std::vector<Holder> holders_of(const PlanReport& report) {
   const StrategyReport& run = report.requested();
   std::vector<Holder> holders;
   if (!has_only_forecast(report) || report.refusal) {
-    const bool has_others = report.deepspeed.has_value();
-    holders.push_back({report.optimizer.empty() ? has_others ? "the load by Modicum" : "the load"
-                       : has_others             ? "load and steps by Modicum"
-                                                : "load and steps",
-                       run.promise.node_peak_bytes(worst_node(run.promise))});
+    holders.push_back({parts_of(report), run.promise.node_peak_bytes(worst_node(run.promise))});
   }
   if (!run.timelines.empty()) {
     const auto fullest = static_cast<size_t>(fullest_timeline(run));
@@ -84,9 +87,13 @@ std::string alternative_text(const PlanReport& report, const Alternative& altern
   const auto nodes = static_cast<uint64_t>(ceil_div(report.ranks, alternative.ranks_per_node));
   const std::string where =
       nodes == 1 ? "on 1 node" : fmt::format("on each of {}", counted(nodes, "node"));
-  // Of several holders, only load and steps have been planned with the changes.
-  const bool is_alone = !report.deepspeed_fits.value_or(true) || !report.node_fits.value_or(true);
-  std::string who = is_alone ? "the load alone " : "";
+  // Of several holders, only parts_of has been planned with the changes.
+  std::string who;
+  if (!report.node_fits.value_or(true)) {
+    who = fmt::format("{} alone ", parts_of(report));
+  } else if (!report.deepspeed_fits.value_or(true)) {
+    who = fmt::format("{} ", parts_of(report));
+  }
   if (!alternative.who.empty()) who = fmt::format("{} ", alternative.who);
   std::string text = fmt::format("{}would fit: {}: {} {}", who, changes_text(alternative),
                                  format_size(alternative.peak_bytes), where);
