@@ -252,6 +252,11 @@ TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
   both.optimizer = "adamw:fp32";
   EXPECT_NE(plan_text(both, false).find("\nload and steps by Modicum would fit: --a b: "),
             std::string::npos);
+  both.baseline.is_given = false;
+  EXPECT_NE(plan_text(both, false)
+                .find("\na rank process counts 2.00 MiB in Modicum's figures, nothing in "
+                      "DeepSpeed's (no --baseline); "),
+            std::string::npos);
 }
 
 // Must fail if a change of DeepSpeed reads as one of the load, or its configuration is left out.

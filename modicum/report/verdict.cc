@@ -214,9 +214,11 @@ std::string baseline_clause(const PlanReport& report) {
   const double least = kTorchLeastGib * ranks;
   const double most = kTorchMostGib * ranks;
   std::string text = fmt::format(
-      "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
+      "a rank process counts {}{} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
       "{:.1f} GiB more per node",
-      format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib, least, most);
+      format_size(report.baseline.bytes),
+      has_forecast(report) ? " in Modicum's figures, nothing in DeepSpeed's" : "", kTorchLeastGib,
+      kTorchMostGib, least, most);
   const uint64_t needed_bytes = holders_of(report).front().bytes;
   if (!report.budget || needed_bytes > report.budget->bytes) return text;
   const std::string_view word = with_torch(report.budget->bytes - needed_bytes, ranks);
