@@ -165,7 +165,9 @@ std::string deepspeed_text(const DeepSpeedForecast& forecast) {
       "\nDeepSpeed {}, ZeRO stage {}: host memory of a rank that keeps {} of {} parameters\n",
       forecast.version, forecast.stage, forecast.params_of_rank, forecast.params);
   text += forecast.lines.empty() ? "no optimizer state\n" : lines_text(forecast);
-  text += "\nModicum's optimizer state by format, held from the beginning\n";
+  text +=
+      "\nModicum's optimizer state by format, held from the beginning; fp32 does not include the 2 "
+      "bytes of a 16-bit parameter\n";
   for (const DeepSpeedForecast::StateFormatBytes& ours : forecast.ours) {
     text += total_text(forecast, row_of(ours.format).name, {ours.bytes});
   }
