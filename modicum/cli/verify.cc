@@ -24,6 +24,14 @@ bool is_checkpoint_name(const std::string& name) { return step_of(name).has_valu
 bool is_in_flight(const std::string& name) { return name.starts_with(".partial-"); }
 bool is_set_aside(const std::string& name) { return damaged_step_of(name).has_value(); }
 
+// Whether a save into `path` was not completed.
+bool is_unfinished(FileSystem& files, const std::string& path) {
+  const std::vector<std::string> names = files.list(path);
+  const auto is_sums = [](const std::string& name) { return name.starts_with(kSumsPrefix); };
+  return std::any_of(names.begin(), names.end(), is_sums) ||
+         !directories_in(files, path, is_in_flight).empty();
+}
+
 // `file`: the path from the directory that is verified.
 void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, const Error& error) {
   report.files.push_back({file, bytes, error.what()});
@@ -103,9 +111,8 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
     for (const std::string& name : directories_in(files, path, is_set_aside)) {
       add_damaged(report, files, path, name);
     }
-  } else if (!directories_in(files, path, is_in_flight).empty()) {
-    add_run_checkpoint(report, files, path,
-                       "");  // a save into `path` has not finished: UNCOMMITTED
+  } else if (is_unfinished(files, path)) {
+    add_run_checkpoint(report, files, path, "");  // UNCOMMITTED
   } else {
     add_checkpoint(report, files, path);
   }

@@ -7,7 +7,7 @@ namespace modicum {
 namespace {
 
 std::string path_of_sums(int rank, const SaveFiles& in) {
-  return join_path(in.directory, fmt::format(".sums-{:05}", rank));
+  return join_path(in.directory, fmt::format("{}{:05}", kSumsPrefix, rank));
 }
 
 }  // namespace

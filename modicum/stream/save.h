@@ -137,6 +137,8 @@ struct RankOfMany {
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
                       const RankOfMany& which);
 
+// Begins the names of the files of sums. A directory with one holds a save that is not complete.
+constexpr std::string_view kSumsPrefix = ".sums-";
 // Writes the sums of rank `rank`, after its save, to a file next to the saved ones, for the process
 // that calls complete_files. Throws IO, NOSPACE.
 void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to);

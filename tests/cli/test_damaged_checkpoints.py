@@ -86,6 +86,17 @@ def test_no_checkpoint_of_a_root_passes(modicum: Path, model: Path, tmp_path: Pa
     assert "none of 2 checkpoints is intact; step-2: INTEGRITY" in error["message"]
 
 
+def test_files_with_the_sums_of_ranks_are_an_unfinished_save(
+    modicum: Path, model: Path, tmp_path: Path
+) -> None:
+    """A program of C++ was killed between hand_over_sums and complete_files."""
+    saved = shutil.copytree(model, tmp_path / "saved")
+    assert run_json(modicum, "verify", saved)["ok"]
+    (saved / ".sums-00001").write_bytes(b"")
+    error = failure(modicum, 19, "verify", saved)
+    assert (error["category"], error["file"]) == ("UNCOMMITTED", "COMMIT")
+
+
 def test_what_is_no_damaged_checkpoint_is_left_alone(
     modicum: Path, model: Path, tmp_path: Path
 ) -> None:
