@@ -111,7 +111,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const OptionalText& tp_replicate, const OptionalText& expert_mesh,
               const std::string& experts, bool round_robin, const std::optional<nb::object>& dtype,
               const OptionalText& keep_fp32, const std::optional<Path>& recipe, bool untie,
-              const std::string& destination, const std::optional<Size>& staging,
+              const std::string& destination, bool device, const std::optional<Size>& staging,
               const std::optional<Size>& budget, const std::optional<Size>& baseline,
               const std::string& optimizer, const OptionalText& frozen,
               const std::optional<Path>& deepspeed, int workers, bool persistent_workers,
@@ -136,6 +136,7 @@ nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
                        .optimizer = optimizer,
                        .frozen = text_of("frozen", frozen),
                        .destination = destination,
+                       .on_device = device,
                        .staging = text_of("staging", staging),
                        .baseline = text_of("baseline", baseline)};
   const PlanFlags of_plan{
@@ -176,6 +177,7 @@ Args:
     recipe: a recipe.json; None: tensors as stored.
     untie: if both names of a tie are stored, load both tensors. By default a load compares them.
     destination: cpu, or discard: the elements are digested and dropped.
+    device: whether parameters are on devices, and gradients and optimizer state on the host.
     staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
     budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
     baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
@@ -216,10 +218,10 @@ void define_plan(nb::module_& module) {
              "expert_mesh"_a = nb::none(), "experts"_a = flags.experts,
              "round_robin"_a = flags.round_robin, "dtype"_a = nb::none(),
              "keep_fp32"_a = nb::none(), "recipe"_a = nb::none(), "untie"_a = flags.untie,
-             "destination"_a = flags.destination, "staging"_a = nb::none(), "budget"_a = nb::none(),
-             "baseline"_a = nb::none(), "optimizer"_a = flags.optimizer, "frozen"_a = nb::none(),
-             "deepspeed"_a = nb::none(), "workers"_a = 0, "persistent_workers"_a = false,
-             "protect"_a = false, kPlanDoc);
+             "destination"_a = flags.destination, "device"_a = flags.on_device,
+             "staging"_a = nb::none(), "budget"_a = nb::none(), "baseline"_a = nb::none(),
+             "optimizer"_a = flags.optimizer, "frozen"_a = nb::none(), "deepspeed"_a = nb::none(),
+             "workers"_a = 0, "persistent_workers"_a = false, "protect"_a = false, kPlanDoc);
 }
 
 // Raises an Error as the class of modicum.errors for its category.

@@ -58,6 +58,7 @@ def test_a_path_may_be_text_and_a_single_file(gpt2: Path) -> None:
         {"ranks": 4, "shard_dim": 1, "dtype": "bfloat16", "keep_fp32": r"ln_.*"},
         {"ranks": 2, "destination": "discard", "staging": 3 << 20, "baseline": "256MiB"},
         {"ranks": 2, "dtype": "bfloat16", "optimizer": "adamw:bf16-moments"},
+        {"ranks": 2, "device": True, "optimizer": "adamw:fp32"},
         {"ranks": 2, "budget": "none"},
         {"ranks": 2, "untie": True},
         {"ranks": 2, "staging": "2.5MB", "budget": 200_000_000, "strategy": "full-per-rank"},

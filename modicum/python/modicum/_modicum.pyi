@@ -25,7 +25,7 @@ def inspect(path: str | os.PathLike) -> dict:
         IoError: a file can't be read.
     """
 
-def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: object | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False, protect: bool = False) -> dict:
+def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None = None, strategy: str = 'own-shard', layout: str = 'fsdp2', mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None, tp_packed: str | None = None, tp_replicate: str | None = None, expert_mesh: str | None = None, experts: str = '\\.experts\\.', round_robin: bool = False, dtype: object | None = None, keep_fp32: str | None = None, recipe: str | os.PathLike | None = None, untie: bool = False, destination: str = 'cpu', device: bool = False, staging: int | str | None = None, budget: int | str | None = None, baseline: int | str | None = None, optimizer: str = 'none', frozen: str | None = None, deepspeed: str | os.PathLike | None = None, workers: int = 0, persistent_workers: bool = False, protect: bool = False) -> dict:
     """
     Which rank reads which bytes, and what each rank and node holds, by strategy.
 
@@ -55,6 +55,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         recipe: a recipe.json; None: tensors as stored.
         untie: if both names of a tie are stored, load both tensors. By default a load compares them.
         destination: cpu, or discard: the elements are digested and dropped.
+        device: whether parameters are on devices, and gradients and optimizer state on the host.
         staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
         budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
         baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
