@@ -11,6 +11,7 @@ from modicum import _modicum
 from modicum.errors import counted
 from modicum.memory import arguments
 from modicum.memory.holders import (
+    DEVICE_GRADIENTS,
     GRADIENT,
     MASTER,
     MOMENTS,
@@ -21,7 +22,7 @@ from modicum.memory.holders import (
 )
 
 _MIB = 1 << 20
-_ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS)
+_ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS, DEVICE_GRADIENTS)
 _NOT_TENSORS = ("process, otherwise", "children's own", "shared memory", "page tables")
 
 

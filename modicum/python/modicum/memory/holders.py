@@ -12,6 +12,7 @@ from modicum.upstream.torch_core import dense_parts, local_of
 from modicum.upstream.wrappers import unwrapped
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
+DEVICE_GRADIENTS = "device gradients"  # in host memory with DeepSpeed's CPU accelerator
 PARTITION = "offloaded weights"  # ZeRO-3's partitions; data-loader workers do not use them
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"
@@ -21,7 +22,8 @@ class Holding(NamedTuple):
     """A tensor in host memory, at the addresses [begin, end)."""
 
     owner: str
-    """master, gradient, moments, staging, offloaded weights, weights, or a name from the caller."""
+    """master, gradient, moments, staging, offloaded weights, weights, device gradients, or a name
+    from the caller."""
     name: str
     tensor: Any
     begin: int
@@ -118,6 +120,11 @@ _OFFLOADED = {
     "temp_grad_buffer_for_cpu_offload": STAGING,
     "accumulated_grads_in_cpu": GRADIENT,
 }
+# Device buffers, which are host memory with DeepSpeed's CPU accelerator.
+_ON_DEVICES = {
+    "bit16_groups_flat": WEIGHTS,
+    "temp_grad_buffer_for_gpu_offload": DEVICE_GRADIENTS,
+}
 
 
 def _is_of_deepspeed(source: Any) -> bool:
@@ -143,8 +150,8 @@ def _of_zero(source: Any) -> Iterator[tuple[str, str, Any]]:
     zero, is_stage_3 = _zero_of(source)
     yield from _of_stage_3(zero) if is_stage_3 else _of_stage_1_or_2(zero)
     if source is not zero:
-        for _, name, tensor in _of_module(source.module):
-            yield WEIGHTS, name, tensor
+        for owner, name, tensor in _of_module(source.module):
+            yield DEVICE_GRADIENTS if owner == GRADIENT else owner, name, tensor
 
 
 def _of_masters(zero: Any, attribute: str) -> Iterator[tuple[str, str, Any]]:
@@ -163,10 +170,9 @@ def _of_stage_1_or_2(zero: Any) -> Iterator[tuple[str, str, Any]]:
         for attribute, owner in _OFFLOADED.items():
             for name, tensor in _flat(_attribute(zero, attribute), attribute):
                 yield owner, name, tensor
-    # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
-    for attribute in ("bit16_groups_flat", "temp_grad_buffer_for_gpu_offload"):
+    for attribute, owner in _ON_DEVICES.items():
         for name, tensor in _flat(getattr(zero, attribute, ()), attribute):
-            yield WEIGHTS, name, tensor
+            yield owner, name, tensor
 
 
 def _of_stage_3(zero: Any) -> Iterator[tuple[str, str, Any]]:
@@ -186,7 +192,7 @@ def _of_stage_3(zero: Any) -> Iterator[tuple[str, str, Any]]:
     # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
     for dtype, bucket in _attribute(zero, "ipg_buckets").items():
         if bucket.buffer is not None:
-            yield WEIGHTS, f"ipg_buckets.{dtype}", bucket.buffer
+            yield DEVICE_GRADIENTS, f"ipg_buckets.{dtype}", bucket.buffer
 
 
 def _attribute(zero: Any, name: str) -> Any:

@@ -111,7 +111,8 @@ def attribute(
         sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
             or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
             `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
-            the weights of the device are host memory, too; their owner is "weights".
+            weights and gradients of the device are host memory, too; their owners are "weights" and
+            "device gradients".
         params: the divisor of bytes per parameter; None: the number of elements of the master, or
             of the weights if there is no master. If there are none, the text has bytes only.
         baseline: bytes that were held before the sources existed, from `held()`.

@@ -8,7 +8,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import BudgetError, refusal
-from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
+from modicum.memory.holders import DEVICE_GRADIENTS, WEIGHTS, Holding, holdings, stepping
 from modicum.torch.optim.adamw import AdamW
 from modicum.upstream.wrappers import unwrapped
 
@@ -156,7 +156,8 @@ def protect(*sources: Any) -> Protection:
 
 
 def _protectable(source: Any) -> Iterator[Holding]:
-    return (holding for holding in holdings(source) if holding.owner != WEIGHTS)
+    inherited = (WEIGHTS, DEVICE_GRADIENTS)
+    return (holding for holding in holdings(source) if holding.owner not in inherited)
 
 
 def _first_page(begin: int) -> int:
