@@ -59,7 +59,7 @@ void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
   app.add_flag("--persistent-workers", flags.deepspeed.persistent_workers,
                "the workers live for all epochs; default: for one epoch");
   app.add_flag("--protect", flags.deepspeed.protect,
-               "the program calls modicum.torch.protect: workers keep no copies");
+               "the program calls modicum.torch.protect: workers keep no copies of its state");
   app.option_defaults()->group("Reinforcement learning");
   app.add_flag("--reference", flags.node.reference,
                "also count a frozen reference model with the trainer's layout");
