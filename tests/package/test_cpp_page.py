@@ -5,7 +5,7 @@ in that project.
 
 Catches: paths that begin at the other project's folder; our flags in its targets; a header,
 a library or a dependency that is not installed; a saved directory that transformers or `modicum
-verify` refuses, or values of other steps.
+verify` refuses, or values of other steps; a directory that is left after an error.
 """
 
 import re
@@ -178,6 +178,13 @@ def test_the_page_steps_and_saves(modicum, prefix, tmp_path):
         adamw.step()
         torch.testing.assert_close(stepped.pop(name), parameter.detach(), rtol=1e-6, atol=1e-7)
     assert not stepped
+
+    # A file of the checkpoint is longer than allowed: EFBIG.
+    limited = 'ulimit -f 1; trap "" XFSZ; exec "$0" "$@"'
+    command = ["sh", "-c", limited, tmp_path / "build/shards", model, tmp_path / "failed"]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 13 and "safetensors" in failed.stderr, failed
+    assert not (tmp_path / "failed").exists()
 
 
 def test_the_lower_room_lists_the_tensors(modicum, prefix, model, tmp_path):
