@@ -159,26 +159,15 @@ std::optional<uint64_t> limit_of(const Level& level) {
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// Sets page_cache_bytes, which the kernel reclaims before it refuses memory or kills, and
-// shmem_bytes. In v1 the figures without the prefix "total_" exclude child cgroups.
-void add_usage(const Level& level, MemoryLimit& to) {
-  const auto stat = read_kernel_text(level.directory + "/memory.stat");
-  if (!stat) return;
-  const std::string_view prefix = level.version == 1 ? "total_" : "";
-  const auto count = [&](std::string_view name) {
-    return kernel_number_after(*stat, fmt::format("{}{}", prefix, name)).value_or(0);
-  };
-  to.page_cache_bytes = count("inactive_file") + count("active_file");
-  to.shmem_bytes = count("shmem");
-}
-
 std::optional<MemoryLimit> memory_limit_of(const Level& level) {
   const std::optional<uint64_t> limit = limit_of(level);
   if (!limit) return std::nullopt;
   const uint64_t usage = charged_to(level);
   MemoryLimit found{.source = fmt::format("cgroup v{} {}", level.version, level.name),
                     .limit_bytes = *limit};
-  add_usage(level, found);
+  const MemoryCharges charges = memory_charges(level).value_or(MemoryCharges());
+  found.page_cache_bytes = charges.page_cache_bytes;
+  found.shmem_bytes = charges.shmem_bytes;
   const uint64_t firm = usage - std::min(usage, found.page_cache_bytes);
   found.available_bytes = *limit - std::min(*limit, firm);
   return found;
@@ -293,10 +282,19 @@ uint64_t CgroupPeak::now() const {
   return chain.empty() ? 0 : peak_charged_to(chain.front());
 }
 
-uint64_t page_cache_of(const MemoryCgroup& group) {
-  MemoryLimit found;
-  add_usage(group, found);
-  return found.page_cache_bytes;
+// In v1 the figures without the prefix "total_" exclude child cgroups. The kernel reclaims page
+// cache before it refuses memory or kills.
+std::optional<MemoryCharges> memory_charges(const MemoryCgroup& group) {
+  const auto stat = read_kernel_text(group.directory + "/memory.stat");
+  if (!stat) return std::nullopt;
+  const bool is_v1 = group.version == 1;
+  const auto count = [&](std::string_view name) {
+    const std::string label = fmt::format("{}{}", is_v1 ? "total_" : "", name);
+    return kernel_number_after(*stat, label).value_or(0);
+  };
+  return MemoryCharges{.anon_bytes = count(is_v1 ? "rss" : "anon"),
+                       .shmem_bytes = count("shmem"),
+                       .page_cache_bytes = count("inactive_file") + count("active_file")};
 }
 
 uint64_t oom_kills_in(const MemoryCgroup& group) {

@@ -216,8 +216,14 @@ std::vector<MemoryCgroup> memory_cgroups(const std::string& root = "");
 uint64_t charged_to(const MemoryCgroup& group);
 // The highest charged_to so far; 0 if it can't be read (in v2: before Linux 5.19, or at the root).
 uint64_t peak_charged_to(const MemoryCgroup& group);
-// The page cache in charged_to.
-uint64_t page_cache_of(const MemoryCgroup& group);
+// What is charged to a cgroup and those below it, by memory.stat.
+struct MemoryCharges {
+  uint64_t anon_bytes = 0;   // private memory; a page counts once, whatever processes share it
+  uint64_t shmem_bytes = 0;  // as in MemoryLimit
+  uint64_t page_cache_bytes = 0;
+};
+// nullopt if it can't be read.
+std::optional<MemoryCharges> memory_charges(const MemoryCgroup& group);
 // OOM kills in a cgroup so far (in v2 also in those below it).
 uint64_t oom_kills_in(const MemoryCgroup& group);
 

@@ -145,7 +145,7 @@ TEST(MemoryCgroups, AreTheChainThatHasTheController) {
   EXPECT_EQ(groups[0].name, "/a/b");
   EXPECT_EQ(groups[2].name, "/");
   EXPECT_EQ(charged_to(groups[0]), 7000U);
-  EXPECT_EQ(page_cache_of(groups[0]), 300U);
+  EXPECT_EQ(memory_charges(groups[0])->page_cache_bytes, 300U);
   EXPECT_EQ(oom_kills_in(groups[0]), 3U);
 }
 

@@ -11,6 +11,7 @@
 #include "modicum/json/json.h"
 #include "modicum/report/owners.h"
 #include "modicum/spec/spec.h"
+#include "modicum/watch/watch.h"
 
 namespace modicum {
 namespace {
@@ -28,6 +29,7 @@ struct ReadDocument {
   std::set<size_t> lengths;                             // of all owners' lists
   std::vector<Phase> phases;
   std::optional<uint64_t> peak_bytes;
+  uint64_t at_most_bytes = 0;
   std::string cause;
 };
 
@@ -80,6 +82,7 @@ ReadDocument read_document(std::string_view text) {
       if (key != "peak") return;
       value.object([&](std::string_view peak_key, JsonValue& member) {
         if (peak_key == "bytes") to.peak_bytes = bytes_in(member);
+        if (peak_key == "at_most_bytes") to.at_most_bytes = bytes_in(member);
         if (peak_key == "cause") to.cause = printable(member.string());
       });
     });
@@ -191,7 +194,7 @@ void rows_member(JsonWriter& out, const char* name, const Bytes& a, const Bytes&
 
 void run_member(JsonWriter& out, const char* key, const WatchedRun& run) {
   out.key(key).begin_object().member("file", run.name).member("peak_bytes", run.peak_bytes);
-  out.member("cause", run.peak_cause).end_object();
+  out.member("at_most_bytes", run.at_most_bytes).member("cause", run.peak_cause).end_object();
 }
 
 void name_member(JsonWriter& out, const char* key, const std::string& name) {
@@ -216,6 +219,8 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   }
   require_whole(read, name);
   WatchedRun run{.name = name, .peak_bytes = *read.peak_bytes, .peak_cause = read.cause};
+  run.at_most_bytes =
+      may_be_missed(run.peak_bytes, read.at_most_bytes) ? read.at_most_bytes : run.peak_bytes;
   const std::vector<uint64_t> totals = totals_of(read);
   if (totals.empty()) return run;
   const auto peak = std::max_element(totals.begin(), totals.end()) - totals.begin();
@@ -236,15 +241,32 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   return run;
 }
 
-std::string RunComparison::owner() const {
-  return has_comparable_owners() ? differs_most(a.owners, b.owners, false) : "";
+bool RunComparison::is_certain() const noexcept {
+  const auto is_below = [](const WatchedRun& less, const WatchedRun& more) {
+    return less.at_most_bytes <= more.peak_bytes;
+  };
+  return is_below(a, b) || is_below(b, a);
 }
-std::string RunComparison::phase() const { return differs_most(a.phases, b.phases, true); }
+
+std::string RunComparison::owner() const {
+  const bool is_comparable = is_certain() && has_comparable_owners();
+  return is_comparable ? differs_most(a.owners, b.owners, false) : "";
+}
+std::string RunComparison::phase() const {
+  return is_certain() ? differs_most(a.phases, b.phases, true) : "";
+}
 
 std::string RunComparison::sentence() const {
   if (a.peak_bytes == b.peak_bytes) {
     return fmt::format("{} and {} have the same peak, {}", a.name, b.name,
                        format_size(a.peak_bytes));
+  }
+  if (!is_certain()) {
+    const auto range = [](const WatchedRun& run) {
+      return fmt::format("that of {} is {} to {}", run.name, format_size(run.peak_bytes),
+                         format_size(run.at_most_bytes));
+    };
+    return fmt::format("it is not certain which peak is higher: {}, {}", range(a), range(b));
   }
   const bool is_a_higher = a.peak_bytes > b.peak_bytes;
   const WatchedRun& more = is_a_higher ? a : b;
@@ -281,6 +303,7 @@ std::string comparison_json(const RunComparison& runs) {
              static_cast<int64_t>(runs.b.peak_bytes) - static_cast<int64_t>(runs.a.peak_bytes));
   name_member(out, "owner", runs.owner());
   name_member(out, "phase", runs.phase());
+  out.member("is_certain", runs.is_certain());
   out.member("has_comparable_owners", runs.has_comparable_owners());
   rows_member(out, "owners", runs.a.owners, runs.b.owners);
   rows_member(out, "phases", runs.a.phases, runs.b.phases);
@@ -292,6 +315,9 @@ std::string comparison_text(const RunComparison& runs) {
   std::string text = runs.sentence() + "\n\n";
   text += fmt::format("{:<28}{:>14}{:>14}{:>15}\n", "", "A", "B", "B - A");
   text += row("peak", a.peak_bytes, b.peak_bytes);
+  if (a.at_most_bytes > a.peak_bytes || b.at_most_bytes > b.peak_bytes) {
+    text += row("peak, at most", a.at_most_bytes, b.at_most_bytes);
+  }
   text += owner_rows(runs, by_difference(a.owners, b.owners));
   for (const std::string& phase : by_difference(a.phases, b.phases)) {
     text += row("during " + phase, amount_in(a.phases, phase), amount_in(b.phases, phase));

@@ -13,6 +13,7 @@ namespace modicum {
 struct WatchedRun {
   std::string name;  // file name of the document
   uint64_t peak_bytes = 0;
+  uint64_t at_most_bytes = 0;  // the peak, or more if `watch` may have missed more
   std::string peak_cause;
   std::map<std::string, uint64_t> owners;  // each owner's sum over all processes, at the peak
   // The highest sum over all processes and owners while any process was in the phase.
@@ -28,11 +29,14 @@ struct RunComparison {
 
   // Whether both runs divide memory in the same way: by purposes and kinds, or by kinds alone.
   bool has_comparable_owners() const noexcept { return a.has_reports == b.has_reports; }
+  // Whether the lower peak is below the other one even if `watch` has missed as much of it as it
+  // may have.
+  bool is_certain() const noexcept;
   // The owner whose bytes at the two peaks differ most. A run without the owner counts as 0 bytes.
-  // Empty if no owner differs, or if owners aren't comparable.
+  // Empty if no owner differs, owners aren't comparable, or it isn't certain which peak is higher.
   std::string owner() const;
   // The phase whose bytes differ most, among the phases that both runs have. Empty if no phase
-  // differs.
+  // differs, or it isn't certain which peak is higher.
   std::string phase() const;
   std::string sentence() const;
 };

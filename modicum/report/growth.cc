@@ -108,7 +108,7 @@ std::optional<WatchGrowth> growth_in(const WatchRecord& record) {
 }
 
 std::string next_step(size_t owner, int pid) {
-  if (owner == static_cast<size_t>(WatchOwner::copies_since_fork)) {
+  if (owner == kCopiesSinceFork) {
     return "keep these pages out of forked children, or fork none (docs/guide/workers.md)";
   }
   if (owner < owner_of(MemoryKind{})) return "";

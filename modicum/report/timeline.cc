@@ -185,7 +185,8 @@ std::string peak_cause(const WatchRecord& record) {
   return fmt::format(
       "{}; {} the peak may have been higher, at most {} ({})", cause_of(record),
       is_by_copies ? "with copies of pages shared since a fork" : "between two samples",
-      format_size(record.peak_at_most_bytes), is_by_copies ? "page faults" : "VmHWM");
+      format_size(record.peak_at_most_bytes),
+      is_by_copies ? "page faults; exact with --limit" : "VmHWM");
 }
 
 void timeline_members(JsonWriter& out, const WatchRecord& record) {

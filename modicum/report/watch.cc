@@ -182,9 +182,12 @@ std::string copies_text(const WatchRecord& record) {
   return text;
 }
 
-// Whether copies that no sample has divided among processes may be large.
-bool has_unread_copies(const WatchedKill& kill) {
-  return kill.unread_copies_bytes > std::max(kMiB, kill.tree_held_bytes / 8);
+// Copies that no sample has divided among processes, if they are or may be large; else "".
+std::string undivided_copies_text(const WatchedKill& kill) {
+  const uint64_t least = std::max(kMiB, kill.tree_held_bytes / 8);
+  if (kill.counted_copies_bytes > least) return format_size(kill.counted_copies_bytes);
+  if (kill.unread_copies_bytes <= least) return "";
+  return fmt::format("up to {} more", format_size(kill.unread_copies_bytes));
 }
 
 // The advice at the end of the paragraph about a kill.
@@ -193,10 +196,10 @@ std::string what_would_fit(const WatchRecord& record, const WatchedKill& kill) {
     return fmt::format("all processes together predict {}: a limit of that would have fitted",
                        format_size(kill.promised_bytes));
   }
-  const std::string copies =
-      has_unread_copies(kill) ? fmt::format("up to {} more", format_size(kill.unread_copies_bytes))
-      : record.cow_duplicate_bytes >= kMiB ? format_size(record.cow_duplicate_bytes)
-                                           : "";
+  std::string copies = undivided_copies_text(kill);
+  if (copies.empty() && record.cow_duplicate_bytes >= kMiB) {
+    copies = format_size(record.cow_duplicate_bytes);
+  }
   if (!copies.empty()) {
     return copies +
            " were copies of pages made since a fork: without them this much would have been free";
@@ -226,8 +229,8 @@ std::string growth_text(const WatchRecord& record) {
 std::string next_text(const WatchRecord& record) {
   const auto growth = growth_in(record);
   if (!growth && !record.killed) return "";
-  if (record.killed && has_unread_copies(*record.killed)) {
-    return next_step(static_cast<size_t>(WatchOwner::copies_since_fork), record.killed->pid);
+  if (record.killed && !undivided_copies_text(*record.killed).empty()) {
+    return next_step(kCopiesSinceFork, record.killed->pid);
   }
   const bool is_last_known = !growth && record.killed->grew_pid != 0;
   const int pid = growth          ? growth->process->pid
@@ -327,6 +330,11 @@ std::string watch_text(const WatchRecord& record) {
     text +=
         fmt::format("  {:>12}  {}{}\n", format_size(process->held_at_peak_bytes), name_of(*process),
                     owners_text(record, *process) + huge_pages_text(*process));
+  }
+  const WatchSample* const peak = record.peak();
+  if (peak != nullptr && peak->counted_copies_bytes() >= kMiB) {
+    text += fmt::format("  {:>12}  copies of pages shared since a fork, by the cgroup's count\n",
+                        format_size(peak->counted_copies_bytes()));
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {

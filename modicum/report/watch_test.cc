@@ -145,9 +145,9 @@ TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
       "; between two samples the peak may have been higher, at most 4.10 MiB (VmHWM)"));
   EXPECT_NE(watch_text(record).find("at most 4.10 MiB"), std::string::npos);
   record.is_at_most_by_copies = true;
-  EXPECT_TRUE(
-      peak_cause(record).ends_with("; with copies of pages shared since a fork the peak may "
-                                   "have been higher, at most 4.10 MiB (page faults)"));
+  EXPECT_TRUE(peak_cause(record).ends_with(
+      "; with copies of pages shared since a fork the peak may "
+      "have been higher, at most 4.10 MiB (page faults; exact with --limit)"));
   record.killed = {.pid = 6, .name = "modicum-rank-0"};
   EXPECT_EQ(watch_text(record).find("at most 4.10 MiB"), std::string::npos)
       << "the kill has its own figure";
@@ -361,15 +361,37 @@ TEST(Comparison, OwnersOfARunWithoutReportsAreNotComparedWithPurposes) {
             "the peak of plain is 3.90 KiB higher than that of modicum (4.88 KiB against 1011 B); "
             "owners are not compared: the memory of plain is divided by kind only, as no process "
             "of it reported to Modicum");
-  EXPECT_NE(
-      comparison_json(runs).find(R"("owner":null,"phase":null,"has_comparable_owners":false)"),
-      std::string::npos);
+  EXPECT_NE(comparison_json(runs).find(R"("owner":null,"phase":null,"is_certain":true,)"
+                                       R"("has_comparable_owners":false)"),
+            std::string::npos);
   EXPECT_NE(comparison_text(runs).find("\n  parameters                             -        1000 B "
                                        "             -\n"),
             std::string::npos)
       << comparison_text(runs);
   const RunComparison alike{parse_run(by_kind, "a"), parse_run(by_kind, "b")};
   EXPECT_TRUE(alike.has_comparable_owners());
+}
+
+// Must fail if an owner or a phase is named for peaks that may be the other way round.
+TEST(Comparison, NamesNothingIfEitherPeakMayBeHigher) {
+  const auto run = [](const char* name, uint64_t peak_mib, uint64_t at_most_mib) {
+    return parse_run(fmt::format(R"({{"timeline":{{"tracks":[{{"owners":{{"held":[{0}]}}}}],)"
+                                 R"("t_s":[0],"phases":[{{"name":"x","begin_s":0,"end_s":1}}]}},)"
+                                 R"("peak":{{"bytes":{0},"at_most_bytes":{1}}}}})",
+                                 peak_mib * kMiB, at_most_mib * kMiB),
+                     name);
+  };
+  const RunComparison runs{run("a", 1130, 2410), run("b", 1770, 2160)};
+  EXPECT_FALSE(runs.is_certain());
+  EXPECT_EQ(runs.owner() + runs.phase(), "");
+  EXPECT_EQ(runs.sentence(),
+            "it is not certain which peak is higher: that of a is 1.10 GiB to 2.35 GiB, that of b "
+            "is 1.73 GiB to 2.11 GiB");
+  EXPECT_NE(comparison_text(runs).find("\npeak, at most "), std::string::npos);
+  EXPECT_NE(comparison_json(runs).find(R"("is_certain":false)"), std::string::npos);
+  EXPECT_TRUE((RunComparison{run("a", 1130, 1770), run("b", 1770, 2160)}).is_certain());
+  EXPECT_TRUE((RunComparison{run("a", 1130, 1131), run("b", 1130, 1133)}).is_certain())
+      << "bounds that do not matter";
 }
 
 TEST(Comparison, OfARunWithItselfNamesNoOwnerAndNoPhase) {

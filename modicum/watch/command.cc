@@ -84,6 +84,7 @@ class Watcher {
         SamplerOptions{.root_pid = getpid(),
                        .cpu_ns = cpu_ns,
                        .cage = cage_ ? std::optional(cage_->group()) : std::nullopt,
+                       .group = groups_.empty() ? std::nullopt : std::optional(groups_.front()),
                        .limit_bytes = task.limit_bytes.value_or(0),
                        .forked_rss_bytes = read_status(getpid()).value_or(ProcessStatus()).peak_rss,
                        .reports = &table_,
@@ -212,6 +213,7 @@ class Watcher {
                           .held_bytes = held_bytes,
                           .tree_held_bytes = last.held_bytes,
                           .unread_copies_bytes = last.unread_copies_bytes,
+                          .counted_copies_bytes = last.counted_copies_bytes(),
                           .page_cache_bytes = last.page_cache_bytes,
                           .phase = sampler_->phase_of(kill.pid).name,
                           .promised_bytes = promised_with(kill.pid)};

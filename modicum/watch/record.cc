@@ -42,8 +42,12 @@ OwnedMemory& OwnedMemory::operator+=(const OwnedMemory& other) noexcept {
   return *this;
 }
 
+bool may_be_missed(uint64_t peak_bytes, uint64_t at_most_bytes) noexcept {
+  return at_most_bytes > peak_bytes + std::max(4 * kMiB, peak_bytes / 32);
+}
+
 bool WatchRecord::may_have_missed_peak() const noexcept {
-  return !killed && peak_at_most_bytes > peak_bytes + std::max(4 * kMiB, peak_bytes / 32);
+  return !killed && may_be_missed(peak_bytes, peak_at_most_bytes);
 }
 
 const WatchSample* WatchRecord::peak() const noexcept {

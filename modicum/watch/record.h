@@ -25,6 +25,7 @@ enum class WatchOwner : uint8_t {
   count = static_cast<uint8_t>(first_kind) + static_cast<uint8_t>(MemoryKind::count)
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
+constexpr size_t kCopiesSinceFork = static_cast<size_t>(WatchOwner::copies_since_fork);
 constexpr size_t owner_of(MemoryKind kind) noexcept {
   return static_cast<size_t>(WatchOwner::first_kind) + static_cast<size_t>(kind);
 }
@@ -76,7 +77,11 @@ struct WatchSample {
   uint64_t page_cache_bytes = 0;     // mapped by the tree; with --limit, charged to the cgroup
   uint64_t charged_bytes = 0;        // with --limit: all memory charged to the command's cgroup
   std::vector<Share> shares;         // the largest first
-  OwnedMemory others;                // sum of the processes without a share
+  OwnedMemory others;                // sum of the processes without a share, and copies of pages
+                                     // shared since a fork that only the cgroup of --limit counts
+
+  // Such copies, if those processes have no others.
+  uint64_t counted_copies_bytes() const noexcept { return others.bytes(kCopiesSinceFork); }
 };
 
 // A phase that a process has reported.
@@ -98,14 +103,15 @@ struct WatchedKill {
   std::optional<int> rank;
   int signal = 9;
   double at_s = 0;
-  uint64_t limit_bytes = 0;          // --limit, else the limit with the least memory left
-  std::string limit_source;          // "--limit", or as MemoryLimit::source
-  uint64_t held_bytes = 0;           // by the killed process: see TreeSampler::add_kill
-  uint64_t tree_held_bytes = 0;      // by the tree: last sampled, with `held_bytes`
-  uint64_t unread_copies_bytes = 0;  // WatchSample's, when the process last held memory
-  uint64_t page_cache_bytes = 0;     // as in the last sample
-  std::string phase;                 // of the killed process; empty: it has reported none
-  int grew_pid = 0;                  // the process that grew most before the kill; 0: none grew
+  uint64_t limit_bytes = 0;           // --limit, else the limit with the least memory left
+  std::string limit_source;           // "--limit", or as MemoryLimit::source
+  uint64_t held_bytes = 0;            // by the killed process: see TreeSampler::add_kill
+  uint64_t tree_held_bytes = 0;       // by the tree: last sampled, with `held_bytes`
+  uint64_t unread_copies_bytes = 0;   // WatchSample's, when the process last held memory
+  uint64_t counted_copies_bytes = 0;  // WatchSample's, in tree_held_bytes
+  uint64_t page_cache_bytes = 0;      // as in the last sample
+  std::string phase;                  // of the killed process; empty: it has reported none
+  int grew_pid = 0;                   // the process that grew most before the kill; 0: none grew
   std::string grew_name;
   std::string grew_owner;  // the owner whose memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;
@@ -114,6 +120,9 @@ struct WatchedKill {
   // promise counts with the memory that it held. 0 if the killed process had no promise.
   uint64_t promised_bytes = 0;
 };
+
+// Whether a bound exceeds a peak by more than 4 MiB and more than 1/32 of it.
+bool may_be_missed(uint64_t peak_bytes, uint64_t at_most_bytes) noexcept;
 
 struct WatchRecord {
   std::vector<std::string> command;
@@ -140,8 +149,8 @@ struct WatchRecord {
   double cpu_s = 0;                 // CPU time of the watching process
   uint64_t watcher_peak_bytes = 0;  // the most memory that the watching process held
 
-  // Whether the peak may exceed `peak_bytes` by more than 4 MiB and more than 1/32 of it. After a
-  // kill it does not: at the limit the kernel's log has what the killed process held.
+  // Whether the peak may exceed `peak_bytes` by an amount that matters. After a kill it does not:
+  // at the limit the kernel's log has what the killed process held.
   bool may_have_missed_peak() const noexcept;
   // The sample in which the tree held most; null without samples.
   const WatchSample* peak() const noexcept;

@@ -138,11 +138,10 @@ void Division::take_reported(const ReportedMemory& reported, Remainder& memory) 
 OwnedMemory Division::operator()(uint64_t held_bytes, const KnownMemory& known) {
   follow(known);
   Remainder memory{.left_kib = std::min<uint64_t>(held_bytes / kKiB, UINT32_MAX)};
-  constexpr auto kCopies = static_cast<size_t>(WatchOwner::copies_since_fork);
   const uint64_t copied_kib = known.copied_bytes / kKiB;
   if (known.reported == nullptr) {
     memory.take(owner_of(MemoryKind::shared_memory), known.shared_bytes / kKiB);
-    memory.take(kCopies, copied_kib);
+    memory.take(kCopiesSinceFork, copied_kib);
     if (kinds_) {
       MemoryKinds kinds = *kinds_;
       kinds[MemoryKind::shared_memory] = 0;
@@ -152,7 +151,7 @@ OwnedMemory Division::operator()(uint64_t held_bytes, const KnownMemory& known) 
     return memory.owned;
   }
   take_reported(*known.reported, memory);
-  memory.take(kCopies, copied_kib);
+  memory.take(kCopiesSinceFork, copied_kib);
   memory.take(static_cast<size_t>(WatchOwner::retained_heap),
               known.reported->retained_heap_bytes / kKiB);
   if (kinds_at_report_) {

@@ -227,12 +227,36 @@ uint64_t TreeSampler::beyond_estimate() const noexcept {
 // What copies of pages shared since a fork add to the tree, and is not in the estimate. At most
 // each page fault since Pss was last read was one. A process copies each of its pages once.
 uint64_t TreeSampler::unread_copies() const noexcept {
-  if (tracked_.size() < 2 || faults_since_ < kFaultsOfCopying) return 0;
+  if (faults_since_ < kFaultsOfCopying) return 0;
   uint64_t copies = 0;
   for (const TrackedProcess& tracked : tracked_) {
     copies += std::min(tracked.faults_since * kPageBytes, tracked.status.rss_anon);
   }
   return std::min(copies, beyond_estimate());
+}
+
+// What is charged to `group` beyond the estimate, and mapped. nullopt if it can't be read.
+std::optional<uint64_t> TreeSampler::charged_copies(const MemoryCgroup& group) const {
+  const auto charges = memory_charges(group);
+  if (!charges) return std::nullopt;
+  uint64_t estimate = 0;
+  for (const TrackedProcess& tracked : tracked_) estimate += tracked.anon_bytes();
+  return std::min(beyond_estimate(), charges->anon_bytes - std::min(charges->anon_bytes, estimate));
+}
+
+// Adds the copies that the estimate lacks: to what the tree holds, if they are counted.
+void TreeSampler::add_copies(WatchSample& sample) const {
+  if (tracked_.size() < 2) return;  // nothing is shared
+  const auto counted = options_.cage ? charged_copies(*options_.cage) : std::nullopt;
+  if (counted) {
+    sample.held_bytes += *counted;
+    sample.others.kib[kCopiesSinceFork] += static_cast<uint32_t>(*counted / kKiB);
+    return;
+  }
+  sample.unread_copies_bytes = unread_copies();
+  if (sample.unread_copies_bytes == 0 || !options_.group) return;
+  const uint64_t most = charged_copies(*options_.group).value_or(UINT64_MAX);
+  sample.unread_copies_bytes = std::min(sample.unread_copies_bytes, most);
 }
 
 // Whether enough pages were copied since Pss was last read, copying has stopped or lasts, and there
@@ -426,10 +450,11 @@ void TreeSampler::record_sample(int64_t now) {
   }
   if (options_.cage) {
     sample.charged_bytes = charged_to(*options_.cage);
-    sample.page_cache_bytes = page_cache_of(*options_.cage);
+    sample.page_cache_bytes =
+        memory_charges(*options_.cage).value_or(MemoryCharges()).page_cache_bytes;
   }
+  add_copies(sample);
   const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
-  sample.unread_copies_bytes = unread_copies();
   const uint64_t between = std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0);
   const uint64_t with_copies = sample.held_bytes + sample.unread_copies_bytes;
   if (std::max(between, with_copies) > peak_at_most_) {

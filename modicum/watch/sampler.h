@@ -16,7 +16,9 @@
 // high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
 // where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
 // estimate is too low; the page faults that it costs show that an exact reading is needed, and
-// bound what may be held until then. The more CPU time is owed, the longer that is.
+// bound what may be held until then. The more CPU time is owed, the longer that is. A cgroup counts
+// each page once: that of the command alone (--limit) has the copies to the byte, that of the
+// watching process is another bound.
 //
 // The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
 // after 10 s if it has changed at all; the process that has changed most comes first, while the
@@ -41,14 +43,15 @@
 namespace modicum {
 
 struct SamplerOptions {
-  int root_pid = 0;                  // its descendants are sampled, not the process itself
-  std::string root;                  // prefix of /proc, for tests
-  double duty = 0.005;               // the share of one core that sampling may use
-  std::function<int64_t()> cpu_ns;   // returns the CPU time of this process so far
-  std::optional<MemoryCgroup> cage;  // the cgroup that holds the command only, if there is one
-  uint64_t limit_bytes = 0;          // limit of `cage`; 0: none
-  uint64_t forked_rss_bytes = 0;     // VmHWM of the command before exec; its ru_maxrss includes it
-  SelfReports* reports = nullptr;    // the table of the processes' own reports; null: none
+  int root_pid = 0;                   // its descendants are sampled, not the process itself
+  std::string root;                   // prefix of /proc, for tests
+  double duty = 0.005;                // the share of one core that sampling may use
+  std::function<int64_t()> cpu_ns;    // returns the CPU time of this process so far
+  std::optional<MemoryCgroup> cage;   // the cgroup that holds the command only, if there is one
+  std::optional<MemoryCgroup> group;  // one that holds the command among others
+  uint64_t limit_bytes = 0;           // limit of `cage`; 0: none
+  uint64_t forked_rss_bytes = 0;      // VmHWM of the command before exec; its ru_maxrss includes it
+  SelfReports* reports = nullptr;     // the table of the processes' own reports; null: none
   ReportedProcesses::IsSameProgram is_same_program;
 };
 
@@ -131,9 +134,11 @@ class TreeSampler {
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
+    uint64_t anon_bytes() const noexcept {  // the estimate of private memory
+      return pss_anon + (status.rss_anon - std::min(status.rss_anon, anon_then));
+    }
     uint64_t held_bytes() const noexcept {  // the estimate
-      return pss_anon + (status.rss_anon - std::min(status.rss_anon, anon_then)) +
-             std::min(pss_shmem, status.rss_shmem);
+      return anon_bytes() + std::min(pss_shmem, status.rss_shmem);
     }
   };
 
@@ -157,6 +162,8 @@ class TreeSampler {
   bool has_copied(int64_t now);
   uint64_t beyond_estimate() const noexcept;
   uint64_t unread_copies() const noexcept;
+  std::optional<uint64_t> charged_copies(const MemoryCgroup& group) const;
+  void add_copies(WatchSample& sample) const;
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_kinds(int64_t now, int64_t cpu_before);

@@ -35,14 +35,19 @@ uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
   if (rss_bytes && tracked != nullptr) {
     held_bytes += *rss_bytes - std::min(*rss_bytes, killed.rss_when_held);
   }
-  const uint64_t others = held_by_others(pid);
+  WatchSample sample = last();
+  sample.at_s = seconds(clock_.now_ns());
+  const WatchSample* const with = last_with(pid);
+  uint64_t others = held_by_others(pid);
+  if (with != nullptr && with->counted_copies_bytes() > sample.counted_copies_bytes()) {
+    others += with->counted_copies_bytes() - sample.counted_copies_bytes();
+    sample.others.kib[kCopiesSinceFork] = with->others.kib[kCopiesSinceFork];
+  }
   // The cgroup held no more than its limit.
   const uint64_t most = options_.limit_bytes == 0 ? UINT64_MAX : options_.limit_bytes;
   held_bytes = std::min(held_bytes, most - std::min(most, others));
-  WatchSample sample = last();
-  sample.at_s = seconds(clock_.now_ns());
   sample.held_bytes = others + held_bytes;
-  if (const WatchSample* const with = last_with(pid)) {
+  if (with != nullptr) {
     sample.unread_copies_bytes =
         std::min(with->unread_copies_bytes, most - std::min(most, sample.held_bytes));
   }

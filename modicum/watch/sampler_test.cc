@@ -615,6 +615,29 @@ TEST(Sampler, TheCommandsOwnGroupHasChargesAndPageCache) {
   EXPECT_EQ(record.samples[0].page_cache_bytes, 41943040U + 20971520U);
 }
 
+// Two processes share 200 MiB since a fork, of which one has copied 100; 256 MiB are charged. A
+// cgroup of the command alone counts copies at once; one with other processes bounds them.
+TEST(Sampler, AGroupCountsCopiesThatHaveNotBeenRead) {
+  constexpr uint64_t kShared = 200 * 1024;  // KiB
+  for (const bool is_alone : {true, false}) {
+    Machine machine;
+    const MemoryCgroup group = put_group(machine, 356515840, 0);
+    SampledTree tree(is_alone ? SamplerOptions{.cage = group} : SamplerOptions{.group = group});
+    tree.put(11, {.anon_kib = kShared, .shared_kib = kShared, .faults = 10});
+    tree.put(12, {.anon_kib = kShared, .shared_kib = kShared, .faults = 10});
+    tree.set_reading_ns(kNsPerSecond);
+    for (int i = 0; i < 8; ++i) tree.sample_after();  // no CPU time is left to read Pss
+    tree.put(12, {.anon_kib = kShared, .faults = 100'010});
+    tree.sample_after(0.1);
+    const WatchSample& sample = tree.sampler().last();
+    const uint64_t copies = 256 * kMiB - kShared * kKiB;
+    EXPECT_EQ(sample.held_bytes, kShared * kKiB + (is_alone ? copies : 0));
+    EXPECT_EQ(sum_of(sample), sample.held_bytes);
+    EXPECT_EQ(sample.counted_copies_bytes(), is_alone ? copies : 0U);
+    EXPECT_EQ(sample.unread_copies_bytes, is_alone ? 0U : copies);
+  }
+}
+
 TEST(Sampler, KillsInAGroupOfV2AreCounted) {
   Machine machine;
   Deaths deaths({put_group(machine, 402653184, 0)});
