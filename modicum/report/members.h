@@ -54,6 +54,9 @@ std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& report);
 
+// What the save or the resume of the requested run needs on its fullest node, whichever is more.
+// Requires that the run has a job.
+uint64_t job_bytes(const PlanReport& report);
 // "the save, or a resume ...: needed X, short by Y". Requires that report.job_fits is false.
 std::string job_shortfall(const PlanReport& report);
 // Whether the requested run fits the budget, with DeepSpeed and all holders of the node, and

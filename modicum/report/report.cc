@@ -216,6 +216,9 @@ std::string plan_json(const PlanReport& report) {
   budget_member(out, report.budget);
   out.member("fits", report.fits);
   if (report.job_fits) out.member("job_fits", *report.job_fits);
+  if (!report.job_fits.value_or(true)) {
+    out.member("job_shortfall_bytes", job_bytes(report) - report.budget->bytes);
+  }
   if (report.node_fits) out.member("rl_fits", *report.node_fits);
   if (report.deepspeed_fits) out.member("deepspeed_fits", *report.deepspeed_fits);
   out.key("baseline").begin_object().member("bytes", report.baseline.bytes);

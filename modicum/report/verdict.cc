@@ -46,11 +46,6 @@ std::vector<Holder> holders_of(const PlanReport& report) {
   return holders;
 }
 
-uint64_t job_bytes(const JobPromise& job) {
-  return std::max(job.save.node_peak_bytes(worst_node(job.save)),
-                  job.resume.node_peak_bytes(worst_node(job.resume)));
-}
-
 // "12.00 MiB left" or "short by 1 B".
 std::string rest_text(uint64_t budget, uint64_t needed) {
   if (needed <= budget) return format_size(budget - needed) + " left";
@@ -61,7 +56,7 @@ std::string need_of(const PlanReport& report, const Holder& holder) {
   std::string text = fmt::format("needs {} per node for {}", format_size(holder.bytes), holder.who);
   const auto& job = report.requested().job;
   if (!holder.who.starts_with("load and steps") || !job) return text;
-  return text + fmt::format(", {} with a save and a resume", format_size(job_bytes(*job)));
+  return text + fmt::format(", {} with a save and a resume", format_size(job_bytes(report)));
 }
 
 std::string verdict_of(const PlanReport& report, const Holder& holder) {
@@ -131,8 +126,14 @@ bool has_only_forecast(const PlanReport& report) {
   return has_forecast(report) && report.optimizer.empty();
 }
 
+uint64_t job_bytes(const PlanReport& report) {
+  const JobPromise& job = report.requested().job.value();
+  return std::max(job.save.node_peak_bytes(worst_node(job.save)),
+                  job.resume.node_peak_bytes(worst_node(job.resume)));
+}
+
 std::string job_shortfall(const PlanReport& report) {
-  const uint64_t needed = job_bytes(report.requested().job.value());
+  const uint64_t needed = job_bytes(report);
   return fmt::format("the save, or a resume by the same number of ranks: needed {}, {}",
                      format_size(needed), rest_text(report.budget->bytes, needed));
 }

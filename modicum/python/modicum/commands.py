@@ -81,7 +81,8 @@ def diff(a: Place, b: Place) -> dict[str, Any]:
     """Compares names, dtypes, shapes and values of two checkpoints.
 
     Returns:
-        The document of `modicum diff --json`; `differences` is empty if they are equal.
+        The document of `modicum diff --json` (docs/reference/convert.md); `differences` is empty if
+        they are equal. An optimizer's state is not compared.
 
     Raises:
         FormatError, IoError: a checkpoint can't be read.

@@ -119,9 +119,9 @@ def attribute(
         interval_s: makes the result a context that attributes again and again, with at least so
             many seconds between two samples, and keeps the peak of each owner, including the copies
             of workers that have ended since. Its thread uses at most 4 % of a core: it pauses at
-            least 25 times as long as a sample takes, and can miss a shorter peak. `Peaks.sample()`
-            takes a sample at once; the last one is taken at the end of the block, unless the block
-            raises.
+            least 25 times as long as a sample takes, and can miss a shorter peak (of Modicum's own
+            memory `Ledger.at_peak` misses none). `Peaks.sample()` takes a sample at once; the last
+            one is taken at the end of the block, unless the block raises.
 
     Returns:
         An `Attribution`; with `interval_s` a context that yields a `Peaks` with a first sample.

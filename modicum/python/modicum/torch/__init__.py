@@ -6,15 +6,20 @@
         fully_shard(block)
     fully_shard(model)
     optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-4)
-    modicum.torch.load(model, "path/of/a/checkpoint", optimizer=optimizer, budget="200GiB").print()
-    train(model, optimizer)
+    if any(Path("run").glob("step-*/COMMIT")):  # a checkpoint of the run, saved in any world
+        resumed = modicum.torch.resume(model, "run", optimizer=optimizer)
+        first, epoch = resumed.step, resumed.extra["epoch"]
+    else:
+        report = modicum.torch.load(model, "base", optimizer=optimizer, budget="200GiB")
+        report.print()
+        first, epoch = 0, 0
+    train(model, optimizer, first, epoch)
     modicum.torch.save(model, "run", step=100, optimizer=optimizer, extra={"epoch": 3})
 
-    resumed = modicum.torch.resume(model, "run", optimizer=optimizer)  # later, in any world
-    train(model, optimizer, first=resumed.step, epoch=resumed.extra["epoch"])
-
 A *checkpoint* is a directory of Hugging Face files, or one that `save` has written; a *run* is the
-directory of all saved checkpoints, `run/step-N`. Importing this package imports torch, but not
+directory of all saved checkpoints, `run/step-N` (its file `latest` is for people). If all
+checkpoints of a run are damaged, `resume` raises an error, so the first one is not loaded in their
+place unnoticed. Importing this package imports torch, but not
 transformers or accelerate, and patches nothing.
 """
 

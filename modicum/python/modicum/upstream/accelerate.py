@@ -40,7 +40,7 @@ def require_fsdp2(state: Any) -> None:
     what = "loading() supports FSDP2 only"
     if kind in ("MULTI_CPU", "NO") and state.device.type == "cpu":
         what += " (on CPUs accelerate takes DDP or shards nothing, whatever the plugin; there use "
-        what += "fully_shard, then modicum.torch.load or Loading.fill)"
+        what += "fully_shard, then modicum.torch.load or, without an Accelerator, Loading.fill)"
     expected = "FullyShardedDataParallelPlugin(fsdp_version=2)"
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 

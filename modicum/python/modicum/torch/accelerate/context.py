@@ -56,9 +56,12 @@ def loading(
     would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     accelerate shards by FSDP2 on devices only: on the CPU alone it takes DDP or shards nothing,
-    which is refused. The context must enclose `from_pretrained`, `prepare` or `Trainer.train`,
-    and `save_state` and `load_state`: outside of it accelerate saves and loads by itself. Every
-    rank enters it with the same arguments, on one thread. The innermost of nested contexts applies.
+    which is refused. There, in a script without an `Accelerator`, build the model in the context,
+    shard it by `fully_shard`, and call `Loading.fill`. The context must enclose `from_pretrained`,
+    `prepare` or `Trainer.train`, and `save_state` and `load_state`: outside of it accelerate saves
+    and loads by itself. In it `accelerator.save_model` and `Trainer.save_model` write Hugging Face
+    files through Modicum (docs/guide/accelerate.md). Every rank enters it with the same arguments,
+    on one thread. The innermost of nested contexts applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.

@@ -33,9 +33,10 @@ class ModicumReader(StorageReader):
     sharding may differ from those of a save. Values of a saved checkpoint are compared with its
     record. Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major.
 
-    - **Hugging Face files** are read with the model's conversions: experts that are stored
-      separately; renamed, joined or transposed tensors; FP8 codes with their scales. torch's
-      HuggingFaceStorageReader reads only tensors that are stored under the same name and shape.
+    - **Hugging Face files** are read under the model's FQNs as the keys of the state dict, at its
+      top level, with the model's conversions: experts that are stored separately; renamed, joined
+      or transposed tensors; FP8 codes with their scales. torch's HuggingFaceStorageReader reads
+      only tensors that are stored under the same name and shape.
       Values are rounded to the tensors' dtypes. A tensor that `missing` leaves to the model's own
       rule is not in the reader's metadata: DCP reports it as missing, and with
       `DefaultLoadPlanner(allow_partial_load=True)` it keeps its values. When all tensors of `model`

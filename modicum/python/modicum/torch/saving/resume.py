@@ -91,10 +91,12 @@ def resume(
         was skipped.
 
     Raises:
-        IntegrityError: there is no complete checkpoint (`UNCOMMITTED`), or a file is damaged.
+        IntegrityError: no checkpoint of the run is complete and intact, or none has been saved
+            (both `UNCOMMITTED`; the message says which), or `run` is a damaged checkpoint.
         BudgetError: the load does not fit; nothing has been loaded.
         UsageError: model, optimizer and checkpoint do not fit together; nothing has been loaded.
-        FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
+        FormatError, IoError, PeerError: as for `load`; `IoError` also if there is no directory
+            `run`. Every error is raised on every rank.
     """
 
     def arguments() -> dict[str, Any]:
