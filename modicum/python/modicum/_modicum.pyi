@@ -68,9 +68,12 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         protect: for the forecast: whether the program calls `modicum.torch.protect`.
 
     Returns:
-        The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
-        exceeds the budget is no error: `fits` is False. With `optimizer` each node also has `job`, the
-        phases of a save and a resume on the same number of ranks.
+        The document of `modicum plan --json` (docs/reference/plan.md): checkpoint, ranks, strategies,
+        budget, fits. A plan that exceeds the budget is no error: `fits` is False then, and
+        `shortfall_bytes` and `would_fit`, changes with which it fits, are given; None without a budget.
+        With `optimizer` each node also has `job`, the phases of a save and a resume on the same number
+        of ranks; `fits` is about load and steps, `job_fits` about save and resume, and
+        `job_shortfall_bytes` is given if that is False.
 
     Raises:
         FormatError: a header or the index is malformed.
