@@ -235,28 +235,27 @@ uint64_t TreeSampler::unread_copies() const noexcept {
   return std::min(copies, beyond_estimate());
 }
 
-// What is charged to `group` beyond the estimate, and mapped. nullopt if it can't be read.
-std::optional<uint64_t> TreeSampler::charged_copies(const MemoryCgroup& group) const {
-  const auto charges = memory_charges(group);
-  if (!charges) return std::nullopt;
+// Of the memory that is charged to a cgroup of the processes, what the estimate lacks.
+uint64_t TreeSampler::charged_copies(const MemoryCharges& charges) const noexcept {
   uint64_t estimate = 0;
   for (const TrackedProcess& tracked : tracked_) estimate += tracked.anon_bytes();
-  return std::min(beyond_estimate(), charges->anon_bytes - std::min(charges->anon_bytes, estimate));
+  return std::min(beyond_estimate(), charges.anon_bytes - std::min(charges.anon_bytes, estimate));
 }
 
-// Adds the copies that the estimate lacks: to what the tree holds, if they are counted.
-void TreeSampler::add_copies(WatchSample& sample) const {
+// Adds the copies that the estimate lacks: to what the tree holds, if its own cgroup counts them.
+void TreeSampler::add_copies(WatchSample& sample, const std::optional<MemoryCharges>& own) const {
   if (tracked_.size() < 2) return;  // nothing is shared
-  const auto counted = options_.cage ? charged_copies(*options_.cage) : std::nullopt;
-  if (counted) {
-    sample.held_bytes += *counted;
-    sample.others.kib[kCopiesSinceFork] += static_cast<uint32_t>(*counted / kKiB);
+  if (own) {
+    const uint64_t counted = charged_copies(*own);
+    sample.held_bytes += counted;
+    sample.others.kib[kCopiesSinceFork] += static_cast<uint32_t>(counted / kKiB);
     return;
   }
   sample.unread_copies_bytes = unread_copies();
   if (sample.unread_copies_bytes == 0 || !options_.group) return;
-  const uint64_t most = charged_copies(*options_.group).value_or(UINT64_MAX);
-  sample.unread_copies_bytes = std::min(sample.unread_copies_bytes, most);
+  if (const auto charges = memory_charges(*options_.group)) {
+    sample.unread_copies_bytes = std::min(sample.unread_copies_bytes, charged_copies(*charges));
+  }
 }
 
 // Whether enough pages were copied since Pss was last read, copying has stopped or lasts, and there
@@ -448,12 +447,10 @@ void TreeSampler::record_sample(int64_t now) {
     sample.others += sample.shares.back().owned;
     sample.shares.pop_back();
   }
-  if (options_.cage) {
-    sample.charged_bytes = charged_to(*options_.cage);
-    sample.page_cache_bytes =
-        memory_charges(*options_.cage).value_or(MemoryCharges()).page_cache_bytes;
-  }
-  add_copies(sample);
+  const auto charges = options_.cage ? memory_charges(*options_.cage) : std::nullopt;
+  if (options_.cage) sample.charged_bytes = charged_to(*options_.cage);
+  if (charges) sample.page_cache_bytes = charges->page_cache_bytes;
+  add_copies(sample, charges);
   const uint64_t before = recent_.empty() ? 0 : recent_.back().held_bytes;
   const uint64_t between = std::max(before, sample.held_bytes) + std::exchange(unseen_bytes_, 0);
   const uint64_t with_copies = sample.held_bytes + sample.unread_copies_bytes;

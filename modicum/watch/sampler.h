@@ -162,8 +162,8 @@ class TreeSampler {
   bool has_copied(int64_t now);
   uint64_t beyond_estimate() const noexcept;
   uint64_t unread_copies() const noexcept;
-  std::optional<uint64_t> charged_copies(const MemoryCgroup& group) const;
-  void add_copies(WatchSample& sample) const;
+  uint64_t charged_copies(const MemoryCharges& charges) const noexcept;
+  void add_copies(WatchSample& sample, const std::optional<MemoryCharges>& own) const;
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_kinds(int64_t now, int64_t cpu_before);
