@@ -191,11 +191,12 @@ Args:
 
 Returns:
     The document of `modicum plan --json` (docs/reference/plan.md): checkpoint, ranks, strategies,
-    budget, fits. A plan that exceeds the budget is no error: `fits` is False then, and
-    `shortfall_bytes` and `would_fit`, changes with which it fits, are given; None without a budget.
-    With `optimizer` each node also has `job`, the phases of a save and a resume on the same number
-    of ranks; `fits` is about load and steps, `job_fits` about save and resume, and
-    `job_shortfall_bytes` is given if that is False.
+    budget, fits. A plan that exceeds the budget is no error: `fits` is False then, and only then
+    are there `shortfall_bytes` and `would_fit`, changes with which load and steps fit. Without a
+    budget `fits` is None. Nodes are in `strategies[i]["nodes"]`, a strategy for each `name`. With
+    `optimizer` each node also has `job`, the phases of a save and a resume on the same number of
+    ranks. `job_fits` is about these two, `fits` about load and steps; `job_shortfall_bytes` is
+    there if `job_fits` is False. A node's sum includes 8 MiB of the process that starts its ranks.
 
 Raises:
     FormatError: a header or the index is malformed.

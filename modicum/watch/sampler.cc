@@ -243,10 +243,11 @@ uint64_t TreeSampler::charged_copies(const MemoryCharges& charges) const noexcep
 }
 
 // Adds the copies that the estimate lacks: to what the tree holds, if its own cgroup counts them.
-void TreeSampler::add_copies(WatchSample& sample, const std::optional<MemoryCharges>& own) const {
+void TreeSampler::add_copies(WatchSample& sample,
+                             const std::optional<MemoryCharges>& of_cage) const {
   if (tracked_.size() < 2) return;  // nothing is shared
-  if (own) {
-    const uint64_t counted = charged_copies(*own);
+  if (of_cage) {
+    const uint64_t counted = charged_copies(*of_cage);
     sample.held_bytes += counted;
     sample.others.kib[kCopiesSinceFork] += static_cast<uint32_t>(counted / kKiB);
     return;

@@ -163,7 +163,7 @@ class TreeSampler {
   uint64_t beyond_estimate() const noexcept;
   uint64_t unread_copies() const noexcept;
   uint64_t charged_copies(const MemoryCharges& charges) const noexcept;
-  void add_copies(WatchSample& sample, const std::optional<MemoryCharges>& own) const;
+  void add_copies(WatchSample& sample, const std::optional<MemoryCharges>& of_cage) const;
   void read_pss_of(TrackedProcess& tracked);
   void read_exact();
   void read_kinds(int64_t now, int64_t cpu_before);

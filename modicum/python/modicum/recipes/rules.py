@@ -32,7 +32,8 @@ class LoadRules(Options):
     to drop."""
     key_mapping: Mapping[str, str] | None = None
     """New names of stored tensors by regular expression, as transformers replaces them: \\1 is the
-    first group, and the only reference; write more patterns in place of a second one."""
+    first group, and the only reference; write more patterns in place of a second one. Every
+    pattern that matches is applied, in their order."""
     recipe: Recipe | str | Path | None = None
     """How tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a model
     with other names. Not with keep_fp32, missing, unexpected, key_mapping, or a `dtype`."""

@@ -72,7 +72,7 @@ class ModicumReader(StorageReader):
                 is needed; or with recipe, for names of the state dict's own. DCP's `get_state_dict`
                 with an optimizer writes to the parameters, so that after `to_empty()` and that
                 call nothing shows which buffers are empty: buffers="restore" restores those that
-                no state dict has, such as tables of rotary embeddings.
+                no state dict has, such as tables of rotary embeddings; give it in such a program.
             memory: `MemoryPolicy` with `staging` (None: 8 MiB) and `ledger`.
 
         Raises:

@@ -54,15 +54,16 @@ class AdamW(torch.optim.Optimizer):
     trains is on meta, no state is allocated: `modicum.torch.load(..., optimizer=)`, `prepare`
     within `loading()`, `allocate` or a step does it later.
 
-    It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
-    `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of
-    float32, bfloat16 or float16.
+    It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and PyTorch's
+    names and shapes in `state_dict`. Parameters are tensors or DTensors of 32 or 16 bits.
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
     format a bfloat16 one is half of it: the master rounded to nearest, ties away from zero (torch
     casts ties to even). In both cases a backward makes `parameter.grad` a view of the state's
-    memory, unless it has a graph (`create_graph=True`) or other placements than the parameter. A
-    step skips parameters without a `grad`.
+    memory, unless it has a graph (`create_graph=True`) or other placements than the parameter. Any
+    other `grad` on the CPU (of bfloat16 with the default fp32; of float16) is torch's memory: 2
+    bytes per element that no promise includes and forked children inherit. A step skips parameters
+    without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
@@ -85,16 +86,15 @@ class AdamW(torch.optim.Optimizer):
         foreach, fused: ignored; they select one of torch's implementations.
         capturable, differentiable: must be False.
         state_format: fp32, fp32-split, bf16-moments, int8-moments or int8-moments-24. A bfloat16
-            parameter takes 18, 14, 10, 8.0625 or 7.0625 bytes per element, including itself and its
-            gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. In the int8 formats vectors, and
-            tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
+            parameter takes 18 (and 2 of `grad`), 14, 10, 8.0625 or 7.0625 bytes per element with
+            its gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. In the int8 formats vectors,
+            and tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
         semantics: deepspeed, or torch: torch.optim.AdamW's roundings, with square roots rounded to
             nearest. The roots of torch's vector code are not: up to a fifth of them by an ulp.
         decoupled_weight_decay: False: the decay is added to the gradient (Adam); also in groups.
         bias_correction: whether to correct the bias of the moments.
         seed: the seed of the random bits; the same on every rank.
-        memory: `MemoryPolicy` with `ledger`, `fork` and `pin`. Memory that forked children inherit
-            is charged twice.
+        memory: `MemoryPolicy` with `ledger`, `fork` and `pin`. Inherited memory is charged twice.
 
     Attributes:
         skipped_steps: number of steps skipped because a gradient was not finite.

@@ -117,7 +117,8 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     Args:
         save: saves, on every rank: a call of `save` or `async_save`, or of accelerate's
             `save_state`. A save that is in flight in the background is committed before
-            it is called. `SaveOptions.grace` may hold a second SIGTERM.
+            it is called. In a step that the loop has saved by itself, its refusal to save the same
+            step again is no error. `SaveOptions.grace` may hold a second SIGTERM.
         every: the number of steps between two agreements. One is an all-reduce of a single number,
             which waits for the device's work.
 
