@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,36 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
     assert SIZE <= peaks.copied_bytes < 2 * SIZE  # the two copies never existed together
     assert peaks.largest.forked == 2 and peaks.document["copied_bytes"] == peaks.copied_bytes
     assert "master                         16.0                 16.0" in peaks.text()
+
+
+class Looked:
+    """A source that notes which threads look its tensors up."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def holdings(self) -> Iterator[tuple[str, str, Any]]:
+        self.threads.append(threading.current_thread().name)
+        yield "master", "tensor", TENSOR
+
+
+TENSOR = torch.ones(NUMEL)
+
+
+def test_tensors_are_looked_up_on_the_main_thread() -> None:
+    """A backward that is in flight there replaces gradients without the GIL: another thread that
+    read them ended the program by SIGSEGV. While a call of C delays the main thread, samples use
+    the last places; children that are forked then do not run what it has still to run."""
+    source = Looked()
+    with memory.attribute(source, interval_s=0.001) as peaks:
+        with living_children(1):
+            time.sleep(0.3)  # in C
+            assert peaks.samples > 1
+        deadline = time.monotonic() + 60
+        while len(source.threads) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert {*source.threads} == {"MainThread"} and len(source.threads) >= 4
+    assert peaks["master"].held_bytes == near(SIZE)
 
 
 def test_a_sample_on_request_is_kept() -> None:

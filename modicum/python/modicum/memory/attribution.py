@@ -169,10 +169,19 @@ def _total_of(process: dict[str, int]) -> int:
     return process["anon_bytes"] + process["shmem_bytes"] + process["page_table_bytes"]
 
 
-def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Attribution:
-    """As `attribute`, now."""
-    arguments.number("params", params or 0, arguments.MOST_BYTES)
-    arguments.number("baseline", baseline, arguments.MOST_BYTES)
+@dataclass(frozen=True)
+class Places:
+    """Where the sources' tensors are."""
+
+    parts: list[tuple[int, int, str]]
+    """Those of `_Claims`."""
+    ledgers: list[_modicum.Ledger]
+    params: int
+    """The number of elements of the master, or of the weights if there is no master."""
+
+
+def places_of(sources: Sequence[Any]) -> Places:
+    """Looks up the sources' tensors. No other thread may change them meanwhile."""
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]
     claims = _Claims()
     numel = {MASTER: 0, WEIGHTS: 0}
@@ -187,15 +196,22 @@ def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Att
             is_counted = len(claims.parts) > before and holding.tensor.is_floating_point()
             if is_counted and holding.owner in numel:
                 numel[holding.owner] += holding.tensor.numel()
-    tree = _modicum.tree_memory([part[:2] for part in claims.parts])
-    owners = _by_owner(claims.parts, tree["ranges"])
-    for ledger in ledgers:
+    return Places(claims.parts, ledgers, numel[MASTER] or numel[WEIGHTS])
+
+
+def attributed(at: Places, params: int | None, baseline: int) -> Attribution:
+    """As `attribute`, now, with the tensors' addresses `at`."""
+    arguments.number("params", params or 0, arguments.MOST_BYTES)
+    arguments.number("baseline", baseline, arguments.MOST_BYTES)
+    tree = _modicum.tree_memory([part[:2] for part in at.parts])
+    owners = _by_owner(at.parts, tree["ranges"])
+    for ledger in at.ledgers:
         owners += [Owner(f"ledger: {purpose}", size) for purpose, size in ledger.held.items()]
     owners += _not_tensors(tree)
     total = sum(map(_total_of, tree["processes"]))
     known = sum(owner.held_bytes + owner.copied_bytes for owner in owners)
     return Attribution(
-        params=params or numel[MASTER] or numel[WEIGHTS],
+        params=params or at.params,
         owners=tuple(owners),
         baseline_bytes=baseline,
         unexplained_bytes=total - baseline - known,

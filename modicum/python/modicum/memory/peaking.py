@@ -9,9 +9,11 @@ from typing import Any, overload
 
 from modicum.errors import counted
 from modicum.memory import arguments
-from modicum.memory.attribution import Attribution, Owner, attributed
+from modicum.memory.attribution import Attribution, Owner, attributed, places_of
+from modicum.memory.main_thread import MainThreadCall
 
-_CORE_SHARE = 0.04  # the largest part of a core that the sampling thread may use
+_CORE_SHARE = 0.04  # the largest part of a core that sampling may use
+_WAIT_S = 0.05  # for the main thread to look up the tensors, before those of the last time count
 
 
 class Peaks:
@@ -19,6 +21,7 @@ class Peaks:
 
     def __init__(self, sources: tuple[Any, ...], params: int | None, baseline: int) -> None:
         self._sources, self._params, self._baseline = sources, params, baseline
+        self._look_up_s = 0.0
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
         self.samples = 0
@@ -29,8 +32,18 @@ class Peaks:
         """The attribution with the most total bytes."""
 
     def sample(self) -> Attribution:
-        """Makes and returns an attribution now, for example before the workers of an epoch end."""
-        got = attributed(self._sources, self._params, self._baseline)
+        """Makes and returns an attribution now, for example before the workers of an epoch end. To
+        be called on the thread that trains."""
+        self._look_up()
+        return self._measure()
+
+    def _look_up(self) -> None:
+        begin = time.perf_counter()
+        self._places = places_of(self._sources)
+        self._look_up_s = time.perf_counter() - begin
+
+    def _measure(self) -> Attribution:
+        got = attributed(self._places, self._params, self._baseline)
         with self._lock:
             for owner in got.owners:
                 known = self._owners.get(owner.name, owner)
@@ -107,6 +120,8 @@ def attribute(
     different times, are distinguished only with CAP_SYS_ADMIN (by page frame numbers); otherwise
     they count once. Takes about 0.1 s per GiB. Needs Linux 4.2 or later.
 
+    Call it on the thread that trains: no other may change the tensors meanwhile.
+
     Args:
         sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
             or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
@@ -121,7 +136,8 @@ def attribute(
             of workers that have ended since. Its thread uses at most 4 % of a core: it pauses at
             least 25 times as long as a sample takes, and can miss a shorter peak (of Modicum's own
             memory `Ledger.at_peak` misses none). `Peaks.sample()` takes a sample at once; the last
-            one is taken at the end of the block, unless the block raises.
+            one is taken at the end of the block, unless the block raises. The tensors are looked up
+            on the main thread; while that is in a backward, their last places are used.
 
     Returns:
         An `Attribution`; with `interval_s` a context that yields a `Peaks` with a first sample.
@@ -132,7 +148,7 @@ def attribute(
         IoError: /proc can't be read.
     """
     if interval_s is None:
-        return attributed(sources, params, baseline)
+        return attributed(places_of(sources), params, baseline)
     return _peaks(sources, params, baseline, interval_s)
 
 
@@ -142,32 +158,58 @@ def _peaks(
 ) -> Iterator[Peaks]:
     arguments.number("interval_s", interval_s, arguments.MOST_SECONDS)
     kept = Peaks(sources, params, baseline)
-    stop = threading.Event()
-    failures: list[Exception] = []
-    passed = (kept, interval_s, stop, failures)
-    thread = threading.Thread(target=_sample, args=passed, name="modicum-peaks", daemon=True)
-    thread.start()
+    sampling = _Sampling(kept, interval_s)
+    sampling.start()
     try:
         yield kept
     finally:
-        stop.set()
-        thread.join()
-    if failures:
-        raise failures[0]
+        sampling.stop()
+    if sampling.failure is not None:
+        raise sampling.failure
     kept.sample()
 
 
-def _sample(
-    kept: Peaks, interval_s: float, stop: threading.Event, failures: list[Exception]
-) -> None:
-    pause_s = interval_s
-    while not stop.wait(pause_s):
-        began = time.thread_time()
-        try:
-            kept.sample()
-        except RuntimeError:  # the program has changed a dict while `attribute` iterated over it
-            continue
-        except Exception as error:
-            failures.append(error)
+class _Sampling:
+    """A thread that samples. The main thread looks up the tensors for it; if another thread has
+    entered the context, they are those of its own samples."""
+
+    def __init__(self, kept: Peaks, interval_s: float) -> None:
+        self.failure: Exception | None = None
+        self._kept, self._interval_s = kept, interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="modicum-peaks", daemon=True)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._look_up = MainThreadCall(self._look_up_now) if is_main else None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = self._interval_s
+        while not self._stop.wait(pause_s):
+            if self._look_up is not None:
+                self._look_up.request(_WAIT_S)
+            if self.failure is not None:
+                return
+            begin = time.thread_time()
+            try:
+                self._kept._measure()
+            except Exception as error:
+                self.failure = error
+                return
+            cost_s = time.thread_time() - begin + self._kept._look_up_s
+            pause_s = max(self._interval_s, cost_s / _CORE_SHARE)
+
+    def _look_up_now(self) -> None:
+        if self._stop.is_set():
             return
-        pause_s = max(interval_s, (time.thread_time() - began) / _CORE_SHARE)
+        try:
+            self._kept._look_up()
+        except RuntimeError:  # another thread has changed a dict: the last places are used
+            pass
+        except Exception as error:  # it must not appear in the program's code
+            self.failure = error
