@@ -31,6 +31,7 @@ struct ReadDocument {
   std::optional<uint64_t> peak_bytes;
   uint64_t at_most_bytes = 0;
   std::string cause;
+  int64_t exit_code = 0;
 };
 
 uint64_t bytes_in(JsonValue& value) { return static_cast<uint64_t>(value.integer()); }
@@ -79,6 +80,7 @@ ReadDocument read_document(std::string_view text) {
   read_json(text, [&](JsonValue& root) {
     root.object([&](std::string_view key, JsonValue& value) {
       if (key == "timeline") read_timeline(value, to);
+      if (key == "exit_code") to.exit_code = value.integer();
       if (key != "peak") return;
       value.object([&](std::string_view peak_key, JsonValue& member) {
         if (peak_key == "bytes") to.peak_bytes = bytes_in(member);
@@ -194,7 +196,10 @@ void rows_member(JsonWriter& out, const char* name, const Bytes& a, const Bytes&
 
 void run_member(JsonWriter& out, const char* key, const WatchedRun& run) {
   out.key(key).begin_object().member("file", run.name).member("peak_bytes", run.peak_bytes);
-  out.member("at_most_bytes", run.at_most_bytes).member("cause", run.peak_cause).end_object();
+  out.member("at_most_bytes", run.at_most_bytes)
+      .member("exit_code", run.exit_code)
+      .member("cause", run.peak_cause)
+      .end_object();
 }
 
 void name_member(JsonWriter& out, const char* key, const std::string& name) {
@@ -219,6 +224,7 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   }
   require_whole(read, name);
   WatchedRun run{.name = name, .peak_bytes = *read.peak_bytes, .peak_cause = read.cause};
+  run.exit_code = read.exit_code;
   run.at_most_bytes =
       may_be_missed(run.peak_bytes, read.at_most_bytes) ? read.at_most_bytes : run.peak_bytes;
   const std::vector<uint64_t> totals = totals_of(read);
@@ -257,6 +263,16 @@ std::string RunComparison::phase() const {
 }
 
 std::string RunComparison::sentence() const {
+  std::string text = compared_peaks();
+  for (const WatchedRun* const run : {&a, &b}) {
+    if (run->exit_code == 0) continue;
+    text += fmt::format("; {} ended with exit code {}, perhaps before its peak", run->name,
+                        run->exit_code);
+  }
+  return text;
+}
+
+std::string RunComparison::compared_peaks() const {
   if (a.peak_bytes == b.peak_bytes) {
     return fmt::format("{} and {} have the same peak, {}", a.name, b.name,
                        format_size(a.peak_bytes));
@@ -322,8 +338,12 @@ std::string comparison_text(const RunComparison& runs) {
   for (const std::string& phase : by_difference(a.phases, b.phases)) {
     text += row("during " + phase, amount_in(a.phases, phase), amount_in(b.phases, phase));
   }
-  return text +
-         fmt::format("\nA: {}\n   {}\nB: {}\n   {}\n", a.name, a.peak_cause, b.name, b.peak_cause);
+  const auto described = [](std::string_view label, const WatchedRun& run) {
+    const std::string end =
+        run.exit_code == 0 ? "" : fmt::format(" (ended with exit code {})", run.exit_code);
+    return fmt::format("{}: {}{}\n   {}\n", label, run.name, end, run.peak_cause);
+  };
+  return text + "\n" + described("A", a) + described("B", b);
 }
 
 }  // namespace modicum

@@ -15,6 +15,7 @@ struct WatchedRun {
   uint64_t peak_bytes = 0;
   uint64_t at_most_bytes = 0;  // the peak, or more if `watch` may have missed more
   std::string peak_cause;
+  int64_t exit_code = 0;                   // of the command
   std::map<std::string, uint64_t> owners;  // each owner's sum over all processes, at the peak
   // The highest sum over all processes and owners while any process was in the phase.
   std::map<std::string, uint64_t> phases;
@@ -39,6 +40,9 @@ struct RunComparison {
   // differs, or it isn't certain which peak is higher.
   std::string phase() const;
   std::string sentence() const;
+
+ private:
+  std::string compared_peaks() const;
 };
 std::string comparison_json(const RunComparison& comparison);
 std::string comparison_text(const RunComparison& comparison);

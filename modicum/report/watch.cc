@@ -185,7 +185,9 @@ std::string copies_text(const WatchRecord& record) {
 // Copies that no sample has divided among processes, if they are or may be large; else "".
 std::string undivided_copies_text(const WatchedKill& kill) {
   const uint64_t least = std::max(kMiB, kill.tree_held_bytes / 8);
-  if (kill.counted_copies_bytes > least) return format_size(kill.counted_copies_bytes);
+  if (kill.by_group_bytes > least) {
+    return fmt::format("up to {} of these", format_size(kill.by_group_bytes));
+  }
   if (kill.unread_copies_bytes <= least) return "";
   return fmt::format("up to {} more", format_size(kill.unread_copies_bytes));
 }
@@ -332,9 +334,10 @@ std::string watch_text(const WatchRecord& record) {
                     owners_text(record, *process) + huge_pages_text(*process));
   }
   const WatchSample* const peak = record.peak();
-  if (peak != nullptr && peak->counted_copies_bytes() >= kMiB) {
-    text += fmt::format("  {:>12}  copies of pages shared since a fork, by the cgroup's count\n",
-                        format_size(peak->counted_copies_bytes()));
+  if (peak != nullptr && peak->by_group_bytes >= kMiB) {
+    text += fmt::format(
+        "  {:>12}  counted by the cgroup alone: mostly copies of pages shared since a fork\n",
+        format_size(peak->by_group_bytes));
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {

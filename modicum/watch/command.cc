@@ -213,7 +213,7 @@ class Watcher {
                           .held_bytes = held_bytes,
                           .tree_held_bytes = last.held_bytes,
                           .unread_copies_bytes = last.unread_copies_bytes,
-                          .counted_copies_bytes = last.counted_copies_bytes(),
+                          .by_group_bytes = last.by_group_bytes,
                           .page_cache_bytes = last.page_cache_bytes,
                           .phase = sampler_->phase_of(kill.pid).name,
                           .promised_bytes = promised_with(kill.pid)};

@@ -26,6 +26,7 @@ enum class WatchOwner : uint8_t {
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
 constexpr size_t kCopiesSinceFork = static_cast<size_t>(WatchOwner::copies_since_fork);
+constexpr size_t kUnattributed = static_cast<size_t>(WatchOwner::unattributed);
 constexpr size_t owner_of(MemoryKind kind) noexcept {
   return static_cast<size_t>(WatchOwner::first_kind) + static_cast<size_t>(kind);
 }
@@ -77,11 +78,9 @@ struct WatchSample {
   uint64_t page_cache_bytes = 0;     // mapped by the tree; with --limit, charged to the cgroup
   uint64_t charged_bytes = 0;        // with --limit: all memory charged to the command's cgroup
   std::vector<Share> shares;         // the largest first
-  OwnedMemory others;                // sum of the processes without a share, and copies of pages
-                                     // shared since a fork that only the cgroup of --limit counts
-
-  // Such copies, if those processes have no others.
-  uint64_t counted_copies_bytes() const noexcept { return others.bytes(kCopiesSinceFork); }
+  OwnedMemory others;                // of the processes without a share, and `by_group_bytes`
+  uint64_t by_group_bytes = 0;       // in held_bytes: what only the cgroup of --limit counts, since
+                                     // Pss is not read: mostly copies of pages shared since a fork
 };
 
 // A phase that a process has reported.
@@ -103,15 +102,15 @@ struct WatchedKill {
   std::optional<int> rank;
   int signal = 9;
   double at_s = 0;
-  uint64_t limit_bytes = 0;           // --limit, else the limit with the least memory left
-  std::string limit_source;           // "--limit", or as MemoryLimit::source
-  uint64_t held_bytes = 0;            // by the killed process: see TreeSampler::add_kill
-  uint64_t tree_held_bytes = 0;       // by the tree: last sampled, with `held_bytes`
-  uint64_t unread_copies_bytes = 0;   // WatchSample's, when the process last held memory
-  uint64_t counted_copies_bytes = 0;  // WatchSample's, in tree_held_bytes
-  uint64_t page_cache_bytes = 0;      // as in the last sample
-  std::string phase;                  // of the killed process; empty: it has reported none
-  int grew_pid = 0;                   // the process that grew most before the kill; 0: none grew
+  uint64_t limit_bytes = 0;          // --limit, else the limit with the least memory left
+  std::string limit_source;          // "--limit", or as MemoryLimit::source
+  uint64_t held_bytes = 0;           // by the killed process: see TreeSampler::add_kill
+  uint64_t tree_held_bytes = 0;      // by the tree: last sampled, with `held_bytes`
+  uint64_t unread_copies_bytes = 0;  // WatchSample's, when the process last held memory
+  uint64_t by_group_bytes = 0;       // WatchSample's, in tree_held_bytes
+  uint64_t page_cache_bytes = 0;     // as in the last sample
+  std::string phase;                 // of the killed process; empty: it has reported none
+  int grew_pid = 0;                  // the process that grew most before the kill; 0: none grew
   std::string grew_name;
   std::string grew_owner;  // the owner whose memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;

@@ -247,9 +247,9 @@ void TreeSampler::add_copies(WatchSample& sample,
                              const std::optional<MemoryCharges>& of_cage) const {
   if (tracked_.size() < 2) return;  // nothing is shared
   if (of_cage) {
-    const uint64_t counted = charged_copies(*of_cage);
-    sample.held_bytes += counted;
-    sample.others.kib[kCopiesSinceFork] += static_cast<uint32_t>(counted / kKiB);
+    sample.by_group_bytes = charged_copies(*of_cage);
+    sample.held_bytes += sample.by_group_bytes;
+    sample.others.kib[kUnattributed] += static_cast<uint32_t>(sample.by_group_bytes / kKiB);
     return;
   }
   sample.unread_copies_bytes = unread_copies();

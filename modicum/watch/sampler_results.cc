@@ -39,9 +39,11 @@ uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
   sample.at_s = seconds(clock_.now_ns());
   const WatchSample* const with = last_with(pid);
   uint64_t others = held_by_others(pid);
-  if (with != nullptr && with->counted_copies_bytes() > sample.counted_copies_bytes()) {
-    others += with->counted_copies_bytes() - sample.counted_copies_bytes();
-    sample.others.kib[kCopiesSinceFork] = with->others.kib[kCopiesSinceFork];
+  if (with != nullptr && with->by_group_bytes > sample.by_group_bytes) {
+    const uint64_t more =
+        with->by_group_bytes - std::exchange(sample.by_group_bytes, with->by_group_bytes);
+    others += more;
+    sample.others.kib[kUnattributed] += static_cast<uint32_t>(more / kKiB);
   }
   // The cgroup held no more than its limit.
   const uint64_t most = options_.limit_bytes == 0 ? UINT64_MAX : options_.limit_bytes;

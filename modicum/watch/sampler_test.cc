@@ -633,7 +633,7 @@ TEST(Sampler, AGroupCountsCopiesThatHaveNotBeenRead) {
     const uint64_t copies = 256 * kMiB - kShared * kKiB;
     EXPECT_EQ(sample.held_bytes, kShared * kKiB + (is_alone ? copies : 0));
     EXPECT_EQ(sum_of(sample), sample.held_bytes);
-    EXPECT_EQ(sample.counted_copies_bytes(), is_alone ? copies : 0U);
+    EXPECT_EQ(sample.by_group_bytes, is_alone ? copies : 0U);
     EXPECT_EQ(sample.unread_copies_bytes, is_alone ? 0U : copies);
   }
 }

@@ -299,7 +299,7 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
 
 
 class Looked:
-    """A source that notes which threads look its tensors up."""
+    """A source that notes which threads ask for its tensors."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
