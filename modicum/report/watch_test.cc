@@ -394,6 +394,16 @@ TEST(Comparison, NamesNothingIfEitherPeakMayBeHigher) {
       << "bounds that do not matter";
 }
 
+TEST(Comparison, ACommandThatFailedMayHaveEndedBeforeItsPeak) {
+  const WatchedRun whole = parse_run(document(1000, 10, 50), "a");
+  std::string text = document(900, 10, 50);
+  text.insert(1, R"("exit_code":139,)");
+  const RunComparison runs{whole, parse_run(text, "b")};
+  EXPECT_TRUE(runs.sentence().ends_with("; b ended with exit code 139, perhaps before its peak"));
+  EXPECT_NE(comparison_text(runs).find("B: b (ended with exit code 139)"), std::string::npos);
+  EXPECT_NE(comparison_json(runs).find(R"("exit_code":139)"), std::string::npos);
+}
+
 TEST(Comparison, OfARunWithItselfNamesNoOwnerAndNoPhase) {
   const WatchedRun run = parse_run(document(1000, 10, 50), "a.json");
   const RunComparison runs{run, run};

@@ -119,8 +119,9 @@ def protect(*sources: Any) -> Protection:
 
     Without it a forked child, such as a data loader's worker, keeps a copy of every page that the
     parent overwrites after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers
-    are forked for every epoch; 0 and 8 of pinned buffers. Applies MADV_DONTFORK to pages that hold only masters, gradients,
-    moments, staging or ZeRO-3's offloaded weights; not to other weights, which a worker may use.
+    are forked for every epoch; 0 and 8 of pinned buffers. Applies MADV_DONTFORK to pages that hold
+    only masters, gradients, moments, staging or ZeRO-3's offloaded weights; not to other weights,
+    which a worker may use.
     Tensors that an optimizer allocates later (its moments, in the first step) are protected at the
     end of that step. Calling it twice is harmless.
 
