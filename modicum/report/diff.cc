@@ -98,9 +98,9 @@ std::string diff_text(const DiffReport& report) {
   for (const DiffReport::Difference& difference : report.differences) {
     text += fmt::format("{}: {}", printable(difference.tensor), difference.kind);
     if (difference.kind == "values") {
-      text += fmt::format(", {}, the first is {}",
+      text += fmt::format(", {}, the first at {}",
                           counted(static_cast<uint64_t>(difference.count), "element"),
-                          difference.first_index);
+                          place_text(difference.first_index, difference.shape));
     } else if (difference.kind == "dtype") {
       text += dtype_text(difference);
     }

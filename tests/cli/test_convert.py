@@ -666,7 +666,7 @@ def test_differences_are_named(modicum: Path, tmp_path: Path) -> None:
     assert (found["values"]["first_index"], found["values"]["count"]) == (5, 2)
     assert (found["values"]["largest_index"], found["values"]["largest_difference"]) == (11, 1)
     text = run(modicum, "diff", tmp_path / "a", tmp_path / "b").stdout
-    assert "2 elements, the first is 5, the largest difference is 1 at [2, 3]" in text
+    assert "2 elements, the first at [1, 1], the largest difference is 1 at [2, 3]" in text
     assert found["gone"]["count"] == 5
     assert run_json(modicum, "diff", tmp_path / "a", tmp_path / "a")["differences"] == []
 
