@@ -128,11 +128,11 @@ case "${1:-}" in
     scripts/venv.sh test wheel
     scripts/wheel.sh build/python install
     failed=0
-    # Two workers for each CPU, since tests wait half of the time for processes and disks. One
-    # worker runs all tests of a file (loadfile), since they share fixtures.
+    # Three workers for two CPUs, since tests wait half of the time for processes and disks (four
+    # are no faster). One worker runs all tests of a file (loadfile), since they share fixtures.
     # shellcheck disable=SC2046
     run_pytest $(longest_first) -m "not alone and not soak" \
-      --numprocesses $((2 * jobs)) \
+      --numprocesses $(((3 * jobs + 1) / 2)) \
       --dist loadfile --no-loadscope-reorder --durations 15 || failed=1
     test_files | xargs grep -l 'mark\.alone' | xargs -n 1 -P "$jobs" "$0" python-alone || failed=1
     exit $failed ;;
