@@ -20,6 +20,9 @@ from modicum.torch.ranks.store import LoadStore
 from modicum.upstream.torch_distributed import default_store
 
 _POLL_S = 0.02
+_CONNECT_SLICES = 100
+"""10 s: the rank that hosts the store may have raised the error and ended, and torch tries again
+and again to connect."""
 
 
 def note_delivery(name: str) -> None:
@@ -62,6 +65,6 @@ def _store(name: str) -> LoadStore | None:
         return None
     try:
         store: Any = default_store()
-        return LoadStore(store, lost, prefix=f"modicum/{name}")
+        return LoadStore(store, lost, f"modicum/{name}", _CONNECT_SLICES)
     except Error:
         return None

@@ -41,16 +41,21 @@ class LoadStore:
         on_loss: makes the error that every call raises once the store is lost; called with how
             it was lost.
         prefix: of all keys; None: a number, by the order of the loads.
+        connect_slices: the time limit to connect.
     """
 
     def __init__(
-        self, store: Any, on_loss: Callable[[str], Error], prefix: str | None = None
+        self,
+        store: Any,
+        on_loss: Callable[[str], Error],
+        prefix: str | None = None,
+        connect_slices: int = CONNECT_SLICES,
     ) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
         self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
-        clone = self._ask(store.clone, slices=CONNECT_SLICES)
+        clone = self._ask(store.clone, slices=connect_slices)
         self._store = dist.PrefixStore(prefix or f"modicum/{next(_loads)}", clone)
 
     def part(self, name: str) -> Any:
