@@ -332,6 +332,10 @@ bool TreeSampler::may_have_huge_pages() const {
 
 void TreeSampler::read_pss_of(TrackedProcess& tracked) {
   const auto sums = read_mapping_sums(tracked.pid, options_.root);
+  if (!sums) {
+    const auto status = read_status(tracked.pid, options_.root);
+    if (!status || !status->is_alive || status->peak_rss == 0) return;  // it ends, without memory
+  }
   // Where Pss can't be read (old kernels, another user), shared pages count in full.
   tracked.pss_anon = sums ? sums->pss_anon : tracked.status.rss_anon;
   tracked.pss_shmem = sums ? sums->pss_shmem : tracked.status.rss_shmem;
