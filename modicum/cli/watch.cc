@@ -114,8 +114,7 @@ int run_watch(const Args& args, const Surroundings& at) {
   CLI::App app(
       "run COMMAND and measure the memory of its whole process tree. Exits with COMMAND's exit "
       "code, or with 128 + N if signal N ended COMMAND. The summary goes to stderr. With --json, "
-      "in its place a "
-      "JSON document goes to stdout and COMMAND's stdout goes to stderr",
+      "in its place a JSON document goes to stdout and COMMAND's stdout goes to stderr",
       "modicum watch");
   WatchFlags flags;
   // Completes the usage line: CLI11 prints this label in brackets after the name.

@@ -114,6 +114,7 @@ void define_masters(nb::module_& module);
 void define_optim(nb::module_& module);
 void define_save(nb::module_& module);
 void define_probe(nb::module_& module);
+void define_main_thread(nb::module_& module);
 void define_reporting(nb::module_& module);
 
 }  // namespace modicum::python

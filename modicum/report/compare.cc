@@ -251,7 +251,8 @@ bool RunComparison::is_certain() const noexcept {
   const auto is_below = [](const WatchedRun& less, const WatchedRun& more) {
     return less.at_most_bytes <= more.peak_bytes;
   };
-  return is_below(a, b) || is_below(b, a);
+  const bool is_equal = a.peak_bytes == b.peak_bytes;
+  return is_equal ? is_below(a, b) && is_below(b, a) : is_below(a, b) || is_below(b, a);
 }
 
 std::string RunComparison::owner() const {
@@ -273,7 +274,7 @@ std::string RunComparison::sentence() const {
 }
 
 std::string RunComparison::compared_peaks() const {
-  if (a.peak_bytes == b.peak_bytes) {
+  if (a.peak_bytes == b.peak_bytes && is_certain()) {
     return fmt::format("{} and {} have the same peak, {}", a.name, b.name,
                        format_size(a.peak_bytes));
   }

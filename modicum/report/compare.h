@@ -30,8 +30,8 @@ struct RunComparison {
 
   // Whether both runs divide memory in the same way: by purposes and kinds, or by kinds alone.
   bool has_comparable_owners() const noexcept { return a.has_reports == b.has_reports; }
-  // Whether the lower peak is below the other one even if `watch` has missed as much of it as it
-  // may have.
+  // Whether the lower peak is below the other one, or equal peaks are equal, even if `watch` has
+  // missed as much of them as it may have.
   bool is_certain() const noexcept;
   // The owner whose bytes at the two peaks differ most. A run without the owner counts as 0 bytes.
   // Empty if no owner differs, owners aren't comparable, or it isn't certain which peak is higher.

@@ -392,6 +392,9 @@ TEST(Comparison, NamesNothingIfEitherPeakMayBeHigher) {
   EXPECT_TRUE((RunComparison{run("a", 1130, 1770), run("b", 1770, 2160)}).is_certain());
   EXPECT_TRUE((RunComparison{run("a", 1130, 1131), run("b", 1130, 1133)}).is_certain())
       << "bounds that do not matter";
+  const RunComparison equal{run("a", 1130, 2410), run("b", 1130, 1130)};
+  EXPECT_FALSE(equal.is_certain());
+  EXPECT_TRUE(equal.sentence().starts_with("it is not certain which peak is higher"));
 }
 
 TEST(Comparison, ACommandThatFailedMayHaveEndedBeforeItsPeak) {

@@ -29,6 +29,7 @@ from program import living_children
 
 import modicum.torch
 from modicum import UsageError, memory
+from modicum._modicum import MainThreadPause
 
 pytestmark = pytest.mark.alone  # measures this process and its children
 
@@ -299,20 +300,24 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
 
 
 class Looked:
-    """A source that notes which threads ask for its tensors."""
+    """A source that notes how far the main thread counts while another thread reads it."""
 
     def __init__(self) -> None:
-        self.threads: list[str] = []
+        self.count = 0
+        self.progress: list[int] = []
 
     def holdings(self) -> Iterator[tuple[str, str, Any]]:
-        self.threads.append(threading.current_thread().name)
+        if threading.current_thread() is not threading.main_thread():
+            before = self.count
+            time.sleep(0.002)
+            self.progress.append(self.count - before)
         yield "master", "tensor", TENSOR
 
 
 TENSOR = torch.ones(NUMEL)
 
 
-def test_tensors_are_looked_up_on_the_main_thread() -> None:
+def test_tensors_are_looked_up_while_the_main_thread_is_paused() -> None:
     """A backward that is in flight there replaces gradients without the GIL: another thread that
     read them ended the program by SIGSEGV. While a call of C delays the main thread, samples use
     the last places; children that are forked then do not run what it has still to run."""
@@ -322,10 +327,36 @@ def test_tensors_are_looked_up_on_the_main_thread() -> None:
             time.sleep(0.3)  # in C
             assert peaks.samples > 1
         deadline = time.monotonic() + 60
-        while len(source.threads) < 4 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert {*source.threads} == {"MainThread"} and len(source.threads) >= 4
+        while len(source.progress) < 4 and time.monotonic() < deadline:
+            source.count += 1
+    assert {*source.progress} == {0} and len(source.progress) >= 4
     assert peaks["master"].held_bytes == near(SIZE)
+
+
+def test_a_signal_during_a_look_up_reaches_the_program() -> None:
+    class Interrupting(Looked):
+        def holdings(self) -> Iterator[tuple[str, str, Any]]:
+            yield from super().holdings()
+            if len(self.progress) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    source = Interrupting()
+    deadline = time.monotonic() + 60
+    with pytest.raises(KeyboardInterrupt), memory.attribute(source, interval_s=0.001):
+        while time.monotonic() < deadline:
+            source.count += 1
+    assert {*source.progress} == {0}
+
+
+def test_a_pause_that_nobody_ends_is_short() -> None:
+    """As while a source waits for a lock that the main thread has."""
+    pause, has_begun = MainThreadPause(1), []
+    thread = threading.Thread(target=lambda: has_begun.append(pause.begin(60)))
+    thread.start()
+    while not has_begun:
+        pass
+    thread.join()
+    assert has_begun == [True]
 
 
 def test_a_sample_on_request_is_kept() -> None:

@@ -1026,6 +1026,24 @@ def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
         IoError: /proc can't be read.
     """
 
+class MainThreadPause:
+    """
+    Pauses the main thread between two of its bytecodes, for another thread that reads what a backward replaces without the GIL. Signal handlers run after the pause.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        """
+        `most_s`: the longest pause, should the other thread wait for a lock of the main thread.
+        """
+
+    def begin(self, timeout_s: float) -> bool:
+        """
+        Waits until the main thread is paused; False if it is not within `timeout_s`, as while it is in a call of C, or if the interpreter's queue of calls is full.
+        """
+
+    def end(self) -> None:
+        """Lets the main thread go on."""
+
 class ReportedPhase:
     """
     A phase of this process, shown by the `modicum watch` that runs it.

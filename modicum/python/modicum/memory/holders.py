@@ -120,7 +120,7 @@ _OFFLOADED = {
     "temp_grad_buffer_for_cpu_offload": STAGING,
     "accumulated_grads_in_cpu": GRADIENT,
 }
-# Device buffers, which are host memory with DeepSpeed's CPU accelerator.
+# As `ipg_buckets` of ZeRO-3: device buffers, which are host memory with the CPU accelerator.
 _ON_DEVICES = {
     "bit16_groups_flat": WEIGHTS,
     "temp_grad_buffer_for_gpu_offload": DEVICE_GRADIENTS,
@@ -189,7 +189,6 @@ def _of_stage_3(zero: Any) -> Iterator[tuple[str, str, Any]]:
     for name, parameter in _attribute(zero, "module").named_parameters():
         # Frozen parameters have partitions outside the flat groups.
         yield owner, f"{name}.ds_tensor", _attribute(parameter, "ds_tensor")
-    # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
     for dtype, bucket in _attribute(zero, "ipg_buckets").items():
         if bucket.buffer is not None:
             yield DEVICE_GRADIENTS, f"ipg_buckets.{dtype}", bucket.buffer

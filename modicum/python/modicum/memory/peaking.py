@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
+from modicum import _modicum
 from modicum.errors import counted
 from modicum.memory import arguments
 from modicum.memory.attribution import Attribution, Owner, attributed, places_of
-from modicum.memory.main_thread import MainThreadCall
 
 _CORE_SHARE = 0.04  # the largest part of a core that sampling may use
-_WAIT_S = 0.05  # for the main thread to look up the tensors, before those of the last time count
+_WAIT_S = 0.05  # for the main thread to pause, before the last places of the tensors count
+_PAUSE_S = 10.0  # the longest pause, should a source wait for a lock of the main thread
 
 
 class Peaks:
@@ -21,7 +22,6 @@ class Peaks:
 
     def __init__(self, sources: tuple[Any, ...], params: int | None, baseline: int) -> None:
         self._sources, self._params, self._baseline = sources, params, baseline
-        self._look_up_s = 0.0
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
         self.samples = 0
@@ -38,9 +38,7 @@ class Peaks:
         return self._measure()
 
     def _look_up(self) -> None:
-        begin = time.perf_counter()
         self._places = places_of(self._sources)
-        self._look_up_s = time.perf_counter() - begin
 
     def _measure(self) -> Attribution:
         got = attributed(self._places, self._params, self._baseline)
@@ -136,8 +134,9 @@ def attribute(
             of workers that have ended since. Its thread uses at most 4 % of a core: it pauses at
             least 25 times as long as a sample takes, and can miss a shorter peak (of Modicum's own
             memory `Ledger.at_peak` misses none). `Peaks.sample()` takes a sample at once; the last
-            one is taken at the end of the block, unless the block raises. The tensors are looked up
-            on the main thread; while that is in a backward, their last places are used.
+            one is taken at the end of the block, unless the block raises. The main thread is
+            paused while the tensors are looked up; while it is in a backward, their last places are
+            used.
 
     Returns:
         An `Attribution`; with `interval_s` a context that yields a `Peaks` with a first sample.
@@ -170,8 +169,9 @@ def _peaks(
 
 
 class _Sampling:
-    """A thread that samples. The main thread looks up the tensors for it; if another thread has
-    entered the context, they are those of its own samples."""
+    """A thread that samples. It looks up the tensors while the main thread is paused: a backward
+    replaces gradients without the GIL. If another thread has entered the context, the tensors are
+    those of its own samples."""
 
     def __init__(self, kept: Peaks, interval_s: float) -> None:
         self.failure: Exception | None = None
@@ -179,7 +179,7 @@ class _Sampling:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="modicum-peaks", daemon=True)
         is_main = threading.current_thread() is threading.main_thread()
-        self._look_up = MainThreadCall(self._look_up_now) if is_main else None
+        self._main_thread = _modicum.MainThreadPause(_PAUSE_S) if is_main else None
 
     def start(self) -> None:
         self._thread.start()
@@ -191,25 +191,21 @@ class _Sampling:
     def _run(self) -> None:
         pause_s = self._interval_s
         while not self._stop.wait(pause_s):
-            if self._look_up is not None:
-                self._look_up.request(_WAIT_S)
-            if self.failure is not None:
-                return
             begin = time.thread_time()
             try:
+                self._look_up()
                 self._kept._measure()
-            except Exception as error:
+            except Exception as error:  # raised at the end of the block
                 self.failure = error
                 return
-            cost_s = time.thread_time() - begin + self._kept._look_up_s
-            pause_s = max(self._interval_s, cost_s / _CORE_SHARE)
+            pause_s = max(self._interval_s, (time.thread_time() - begin) / _CORE_SHARE)
 
-    def _look_up_now(self) -> None:
-        if self._stop.is_set():
+    def _look_up(self) -> None:
+        if self._main_thread is None or not self._main_thread.begin(_WAIT_S):
             return
         try:
             self._kept._look_up()
-        except RuntimeError:  # another thread has changed a dict: the last places are used
+        except RuntimeError:  # a third thread has changed a dict: the last places are used
             pass
-        except Exception as error:  # it must not appear in the program's code
-            self.failure = error
+        finally:
+            self._main_thread.end()
