@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "modicum/base/base.h"
 #include "modicum/io/io.h"
 #include "modicum/ranks/rank_body.h"
 #include "modicum/ranks/stop_signals.h"
@@ -29,9 +30,9 @@ constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to see the failure 
 constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to unmap a killed rank's memory
 // scancel, systemd and timeout send a signal to the processes of a group one after another. Within
 // this time after a rank has died of SIGTERM, the launcher may still receive SIGTERM itself.
-constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
+constexpr int64_t kSignalSpreadNs = 1 * kNsPerSecond;
 
-bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
+bool is_oversubscribed(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
 
 // Holds ranks back until all have been forked: thousands of running ranks would leave the launcher
 // no CPU to fork the others or to handle signals.
@@ -70,7 +71,7 @@ class StartGate {
 enum class OnTerm : uint8_t { die, ignore };
 
 // Prepares the child process for the rank's body.
-void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
+void become_rank(int rank, pid_t parent, bool is_oversubscribed, OnTerm on_term) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   // If the parent died before prctl, the kernel sends no SIGKILL. Then the parent has changed.
   if (getppid() != parent) _exit(exit_code(Category::peer));
@@ -80,7 +81,7 @@ void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
   signal(SIGTERM, on_term == OnTerm::ignore ? SIG_IGN : SIG_DFL);
   // If memory runs out, the kernel should kill a rank, so that the launcher can report it.
   write_kernel_text("/proc/self/oom_score_adj", "500");
-  if (is_in_crowd) {
+  if (is_oversubscribed) {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);
   }
@@ -99,7 +100,7 @@ class Supervisor {
     StartGate gate;
     try {
       fork_all(gate, body);
-    } catch (const Error&) {
+    } catch (...) {
       end_all(0);  // before ~StartGate opens the gate, so that no body runs
       throw;
     }
@@ -112,7 +113,8 @@ class Supervisor {
       if (const auto error = stop_.received(); error && !is_in_grace(*error)) {
         board_.report(record_of(*error, std::nullopt));
       }
-      if (terminated_ && clock_.now_ns() - terminated_at_ns_ >= kNextInGroupNs) blame(*terminated_);
+      if (terminated_ && clock_.now_ns() - terminated_at_ns_ >= kSignalSpreadNs)
+        blame(*terminated_);
       if (board_.failure() || blamed_) break;
       if (const int64_t now = clock_.now_ns(); now >= next_tick) {
         options_.tick();
@@ -130,7 +132,7 @@ class Supervisor {
     pid_t pid = 0;
     bool gone = false;
     bool killed = false;
-    int64_t stopped_at_ns = -1;   // when the supervisor noticed a SIGSTOP; -1: running
+    int64_t stopped_at_ns = -1;   // when the supervisor noticed that it was stopped; -1: running
     std::string size_in_silence;  // text of /proc/PID/statm at the last check; "": none yet
     int64_t checked_at_ns = 0;    // time of the heartbeat that the last check recorded
   };
@@ -142,10 +144,12 @@ class Supervisor {
       stop_.check();
       const pid_t pid = fork();
       if (pid == 0) {
-        become_rank(rank, parent, is_crowd(board_.ranks()),
-                    options_.grace_ns ? OnTerm::ignore : OnTerm::die);
-        gate.pass();
-        _exit(run_rank_body(board_, rank, body));  // never runs the parent's exit handlers
+        [&]() noexcept {  // the parent's destructors and exit handlers run in no rank
+          become_rank(rank, parent, is_oversubscribed(board_.ranks()),
+                      options_.grace_ns ? OnTerm::ignore : OnTerm::die);
+          gate.pass();
+          _exit(run_rank_body(board_, rank, body));
+        }();
       }
       if (pid < 0) {
         fail(Category::no_memory,
@@ -158,15 +162,16 @@ class Supervisor {
     for (int rank = 0; rank < board_.ranks(); ++rank) board_.beat(rank, 0);
   }
 
-  // Whether ranks may go on after the signal `stopped`. The first call after SIGTERM begins the
-  // grace period. Later calls check that it has not passed and that no further signal has arrived.
-  bool is_in_grace(const Error& stopped) {
-    if (!options_.grace_ns || stopped.category() != Category::preempted) return false;
+  // Whether ranks may go on after `received`, the error of a SIGINT or SIGTERM. The first call
+  // after SIGTERM begins the grace period. Later calls check that it has not passed and that no
+  // further signal has arrived.
+  bool is_in_grace(const Error& received) {
+    if (!options_.grace_ns || received.category() != Category::preempted) return false;
     const int64_t now = clock_.now_ns();
     if (!grace_) grace_ = Grace{.begin_ns = now, .ns = options_.grace_ns()};
     const int64_t passed_ns = now - grace_->begin_ns;
     // SIGTERMs of the first second repeat the first one and do not end the grace period.
-    if (passed_ns < kNextInGroupNs) grace_->signals = stop_.count();
+    if (passed_ns < kSignalSpreadNs) grace_->signals = stop_.count();
     return passed_ns < grace_->ns && stop_.count() == grace_->signals;
   }
 
@@ -201,7 +206,7 @@ class Supervisor {
     }
   }
 
-  // While the kernel commits its memory, a rank sends no heartbeats, but its size changes. So a
+  // A rank sends no heartbeats while the kernel commits its memory, but its size then changes. So a
   // changed size counts as a heartbeat; so does the first check of a silence, which has no earlier
   // size to compare with.
   void judge_silence(int rank) {
@@ -266,12 +271,12 @@ class Supervisor {
     blame(blame_for(category, rank, what));
   }
 
-  // Ranks see the failure on the board and exit. Those still alive after `grace_ns` are killed. The
+  // Ranks that see a failure on the board exit. Those still alive after `grace_ns` are killed. The
   // wait for their end is bounded: the kernel may hold one in an uninterruptible system call.
   void end_all(int64_t grace_ns) noexcept {
     if (std::exchange(has_ended_, true)) return;
-    // So many ranks would not all get CPU time to exit within the grace period.
-    if (is_crowd(board_.ranks())) grace_ns = 0;
+    // When oversubscribed, not all ranks would get CPU time to exit within the grace period.
+    if (is_oversubscribed(board_.ranks())) grace_ns = 0;
     const int64_t begin = clock_.now_ns();
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
@@ -279,9 +284,9 @@ class Supervisor {
       for (Child& child : children_) {
         if (child.gone) continue;
         // A stopped rank cannot exit by itself.
-        const bool is_over = waited >= grace_ns || child.stopped_at_ns >= 0;
-        if (is_over && !std::exchange(child.killed, true)) kill(child.pid, SIGKILL);
-        child.gone = waitpid(child.pid, nullptr, WNOHANG) == child.pid;
+        const bool must_kill = waited >= grace_ns || child.stopped_at_ns >= 0;
+        if (must_kill && !std::exchange(child.killed, true)) kill(child.pid, SIGKILL);
+        child.gone = waitpid(child.pid, nullptr, WNOHANG) != 0;  // ECHILD: another wait took it
       }
       if (alive() > 0) clock_.sleep_ns(kPollNs);
     }
@@ -291,6 +296,7 @@ class Supervisor {
   Clock& clock_;
   const SuperviseOptions& options_;
   const StopSignals stop_;
+  const ChildSignal child_signal_;
   std::vector<Child> children_;
   // The grace period, which begins when the first SIGTERM is noticed.
   struct Grace {
@@ -300,7 +306,7 @@ class Supervisor {
   std::optional<Grace> grace_;  // nullopt: no SIGTERM yet, or no options_.grace_ns
   bool has_ended_ = false;      // end_all has been called
   // The error of the first rank that died of SIGTERM, and when the supervisor noticed it. It is
-  // thrown after kNextInGroupNs, unless this process receives SIGTERM or SIGINT before then.
+  // thrown after kSignalSpreadNs, unless this process receives SIGTERM or SIGINT before then.
   std::optional<Error> terminated_;
   int64_t terminated_at_ns_ = 0;
   // The first failure that the supervisor found. It is thrown if the board has none: a rank that

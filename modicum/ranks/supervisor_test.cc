@@ -219,6 +219,22 @@ TEST_F(SupervisedRun, ARankThatExitsEarlyIsNamed) {
   expect_blame(2, {1, Category::peer, "ended with exit code 3"}, leaves_with(3));
 }
 
+// The kernel discards ended children of a process that ignores SIGCHLD, as it may from its parent.
+TEST_F(SupervisedRun, EndsAreSeenWhereSigchldIsIgnored) {
+  struct sigaction before {};
+  struct sigaction ignored {};
+  ignored.sa_handler = SIG_IGN;
+  ASSERT_EQ(sigaction(SIGCHLD, &ignored, &before), 0);
+  expect_blame(2, {1, Category::peer, "ended with exit code 3"}, [](SharedBoard& board, int rank) {
+    if (rank != 1) live_on(board, rank);
+    _exit(3);
+  });
+  EXPECT_FALSE(failure_of(2, [](SharedBoard&, int) {}).has_value());
+  struct sigaction after {};
+  ASSERT_EQ(sigaction(SIGCHLD, &before, &after), 0);
+  EXPECT_EQ(after.sa_handler, SIG_IGN);
+}
+
 // The rank claims the board's only failure record and never fills it.
 TEST_F(SupervisedRun, ARankThatDiesInsideItsReportIsNamed) {
   void* const nothing = mmap(nullptr, kPageBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

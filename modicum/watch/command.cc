@@ -16,6 +16,7 @@
 #include <system_error>
 #include <utility>
 
+#include "modicum/base/base.h"
 #include "modicum/watch/cage.h"
 #include "modicum/watch/deaths.h"
 #include "modicum/watch/oom_log.h"
@@ -35,7 +36,8 @@ int64_t cpu_ns() {
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
-// Blocks the forwarded signals and SIGCHLD, and reads them from a descriptor.
+// Blocks the forwarded signals and SIGCHLD, and reads them from a descriptor. (An ignored SIGCHLD
+// would not arrive.)
 class Signals {
  public:
   Signals() {
@@ -49,13 +51,17 @@ class Signals {
   }
   ~Signals() {
     close(fd_);
-    restore_mask();
+    restore();
   }
   Signals(const Signals&) = delete;
   Signals& operator=(const Signals&) = delete;
 
   int fd() const noexcept { return fd_; }
-  void restore_mask() const noexcept { sigprocmask(SIG_SETMASK, &before_, nullptr); }
+  // Restores what the command inherits.
+  void restore() const noexcept {
+    child_signal_.restore();
+    sigprocmask(SIG_SETMASK, &before_, nullptr);
+  }
   std::optional<signalfd_siginfo> next() const noexcept {
     signalfd_siginfo info{};
     const ssize_t got = read(fd_, &info, sizeof info);
@@ -63,6 +69,7 @@ class Signals {
   }
 
  private:
+  const ChildSignal child_signal_;
   sigset_t before_{};
   int fd_ = -1;
 };
@@ -78,7 +85,7 @@ class Watcher {
     begin_ns_ = clock_.now_ns();
     const Start start{
         .task = task, .entry = cage_ ? cage_->entry() : "", .reports = reports_.path()};
-    command_ = start_command(start, [this] { signals_.restore_mask(); });
+    command_ = start_command(start, [this] { signals_.restore(); });
     sampler_.emplace(
         clock_,
         SamplerOptions{.root_pid = getpid(),

@@ -472,7 +472,8 @@ bool TreeSampler::note_peak(const WatchSample& sample) {
   if (sample.held_bytes <= peak_bytes_) return false;
   peak_bytes_ = sample.held_bytes;
   peak_at_s_ = sample.at_s;
-  for (WatchedProcess& process : processes_) process.held_at_peak_bytes = 0;
+  for (WatchedProcess& process : processes_)
+    process.held_at_peak_bytes = process.files_at_peak_bytes = 0;
   for (const TrackedProcess& tracked : tracked_) {
     if (!tracked.process) continue;
     processes_[*tracked.process].held_at_peak_bytes = tracked.held_bytes();

@@ -1,4 +1,4 @@
-// What the samples have shown: queries, the end of processes, the record.
+// Queries of the samples, killed processes, and the record.
 #include <algorithm>
 #include <utility>
 
@@ -31,13 +31,14 @@ const TreeSampler::TrackedProcess* TreeSampler::tracked_of(int pid) const {
 uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
   const TrackedProcess* const tracked = tracked_of(pid);
   TrackedProcess killed = tracked == nullptr ? TrackedProcess{.pid = pid} : *tracked;
+  const WatchSample* const with = last_with(pid);
   uint64_t held_bytes = last_held(pid);
   if (rss_bytes && tracked != nullptr) {
-    held_bytes += *rss_bytes - std::min(*rss_bytes, killed.rss_when_held);
+    const uint64_t gained = *rss_bytes - std::min(*rss_bytes, killed.rss_when_held);
+    held_bytes = with == nullptr ? *rss_bytes : held_bytes + gained;
   }
   WatchSample sample = last();
   sample.at_s = seconds(clock_.now_ns());
-  const WatchSample* const with = last_with(pid);
   uint64_t others = held_by_others(pid);
   if (with != nullptr && with->by_group_bytes > sample.by_group_bytes) {
     const uint64_t more =
@@ -127,7 +128,7 @@ TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
   const double begin_s = end.at_s - static_cast<double>(within_ns) / kNsPerSecond;
   auto from = std::find_if(recent_.begin(), recent_.end(),
                            [&](const WatchSample& sample) { return sample.at_s >= begin_s; });
-  if (&*from == &end && from != recent_.begin()) --from;  // a long pause
+  if (&*from == &end && from != recent_.begin()) --from;  // the pause before was longer
   for (const WatchSample::Share& share : end.shares) {
     const auto before = std::find_if(
         from->shares.begin(), from->shares.end(),

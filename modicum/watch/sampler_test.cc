@@ -543,6 +543,20 @@ TEST(Sampler, AKilledProcessWhoseMemoryIsFreedCountsOnce) {
   EXPECT_EQ(tree.sampler().add_kill(12, 81'000 * kKiB), 81'000 * kKiB);
 }
 
+// Nothing is known of a forked child for which there was no CPU time yet: its RSS counts, once.
+TEST(Sampler, AKilledChildThatWasNeverReadCountsOnce) {
+  SampledTree tree({}, kNsPerSecond);
+  const Process shared{.anon_kib = 90'000, .shared_kib = 90'000};
+  tree.put(11, shared);
+  tree.sample_after();
+  tree.put(12, shared);
+  tree.sample_after();
+  const uint64_t before = tree.sampler().last().held_bytes;
+  tree.end(12);
+  EXPECT_EQ(tree.sampler().add_kill(12, 95'000 * kKiB), 95'000 * kKiB);
+  EXPECT_EQ(tree.sampler().last().held_bytes, before + 95'000 * kKiB);
+}
+
 // The limit bounds what may have been held between two samples.
 TEST(Sampler, ThePeakAtMostIsWithinTheLimit) {
   SampledTree tree({.limit_bytes = 30'000 * kKiB});

@@ -53,7 +53,7 @@ Step exec_command(const Start& start, char* const* words) {
 
 // Runs in the forked process of `parent`: becomes the command. Writes a Failure to `failure_pipe`
 // if it can't; a successful exec closes the pipe.
-[[noreturn]] void become(const Start& start, pid_t parent, FunctionRef<void()> restore_mask,
+[[noreturn]] void become(const Start& start, pid_t parent, FunctionRef<void()> restore,
                          int failure_pipe) {
   if (start.task.ends_with_us) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -65,7 +65,7 @@ Step exec_command(const Start& start, char* const* words) {
   }
   words.push_back(nullptr);
   start.task.restore_signals();
-  restore_mask();
+  restore();
   const Step step = exec_command(start, words.data());
   const Failure failure{.step = step, .error = errno == 0 ? EIO : errno};  // 0: a short write
   static_cast<void>(!write(failure_pipe, &failure, sizeof failure));
@@ -74,14 +74,14 @@ Step exec_command(const Start& start, char* const* words) {
 
 }  // namespace
 
-int start_command(const Start& start, FunctionRef<void()> restore_mask) {
+int start_command(const Start& start, FunctionRef<void()> restore) {
   const std::string cannot = fmt::format("cannot start '{}': ", printable(start.task.command[0]));
   int failure_pipe[2];
   if (pipe2(failure_pipe, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
   const pid_t parent = getpid();
   const pid_t pid = fork();
   const int fork_error = errno;
-  if (pid == 0) become(start, parent, restore_mask, failure_pipe[1]);
+  if (pid == 0) become(start, parent, restore, failure_pipe[1]);
   close(failure_pipe[1]);
   Failure failure;
   ssize_t got = -1;

@@ -14,9 +14,9 @@ struct Start {
   std::string reports;  // the path of the table in which processes report about themselves
 };
 
-// Starts the command in a new process, with the signal mask that `restore_mask` sets there. Returns
-// its pid after its exec has succeeded. Otherwise throws IO with what has failed, the path
-// included, and why; NOMEM if fork(2) fails.
-int start_command(const Start& start, FunctionRef<void()> restore_mask);
+// Starts the command in a new process, after `restore` has run there. Returns its pid after its
+// exec has succeeded. Otherwise throws IO with what has failed, the path included, and why; NOMEM
+// if fork(2) fails.
+int start_command(const Start& start, FunctionRef<void()> restore);
 
 }  // namespace modicum

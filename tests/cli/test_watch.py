@@ -154,6 +154,16 @@ def test_signals_reach_the_command(modicum: Path) -> None:
     assert (ran.returncode, out) == (5, "caught\n")
 
 
+def test_the_end_is_seen_where_sigchld_is_ignored(modicum: Path) -> None:
+    """The kernel then discards ended children. The command inherits the disposition."""
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    words = [sys.executable, "-c", f"{ignore}; os.execv(sys.argv[1], sys.argv[1:])"]
+    command = "import signal, sys; sys.exit(3 + (signal.getsignal(signal.SIGCHLD) == 1))"
+    watched = [modicum, "watch", "--", sys.executable, "-c", command]
+    done = subprocess.run([*words, *watched], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 4, done.stderr
+
+
 def test_descendants_of_ended_parents_count(modicum: Path) -> None:
     """The inner shell starts a process that holds the memory, and ends at once."""
     grown = "import time; block = bytearray([49]) * (64 << 20); time.sleep(1.5)"

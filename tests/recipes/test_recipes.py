@@ -333,6 +333,37 @@ def test_tensors_that_a_model_keeps_in_float32_are_kept() -> None:
     assert kept == {name for name in targets if ".wo." in name} != set()
 
 
+class CountingBatches(transformers.PreTrainedModel):
+    """A model whose list of tensors that stay in float32 matches an integer, too."""
+
+    config_class = transformers.LlamaConfig
+    _keep_in_fp32_modules_strict = ("norm",)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.linear = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.norm = torch.nn.BatchNorm1d(4, dtype=torch.bfloat16)
+
+
+def test_integers_among_the_tensors_that_stay_in_float32_are_loaded_as_they_are() -> None:
+    model = CountingBatches(transformers.LlamaConfig())
+    targets = recipes.recipe_for(model, stored_of(model), dtype="float16").targets
+    dtypes = {name: node.get("dtype") for name, node in targets.items()}
+    assert dtypes["norm.num_batches_tracked"] is None
+    assert (dtypes["norm.weight"], dtypes["linear.weight"]) == ("float32", "float16")
+
+
+def test_a_transformers_without_a_list_of_such_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = CountingBatches(transformers.LlamaConfig())
+    stored = stored_of(model)
+    monkeypatch.delattr(transformers.PreTrainedModel, "_get_dtype_plan")
+    with pytest.raises(front.UsageError, match="keeps in float32: load it without dtype="):
+        recipes.recipe_for(model, stored, dtype="float16")
+    assert recipes.recipe_for(model, stored).targets
+
+
 # ---- FP8
 
 

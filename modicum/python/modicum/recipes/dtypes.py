@@ -11,8 +11,8 @@ from modicum.recipes.structure import Structure
 from modicum.recipes.translation import DescribedTensors
 from modicum.upstream.transformers import dtype_plan, is_pretrained
 
-# The dtypes to which a recipe may cast, by stored dtype. FP8 codes are multiplied by their scales.
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
+# The dtypes to which a recipe may cast, by stored dtype. FP8 codes are multiplied by their scales.
 _CASTS = dict.fromkeys((*FLOATS, "float8_e4m3fn", "float8_e5m2"), FLOATS)
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -32,7 +32,8 @@ _SAFETENSORS_DTYPES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """torch's name of a dtype. `dtype`: a torch.dtype, or the name in safetensors."""
+    """torch's name of a dtype, without "torch.". `dtype`: a torch.dtype, or the name in
+    safetensors."""
     name = str(dtype).removeprefix("torch.")
     return _SAFETENSORS_DTYPES.get(name, name)
 
@@ -97,14 +98,14 @@ class Dtypes:
             return "float32"
         if self._wanted is None:
             return dtype
-        if first in self._float32:
-            return "float32"
         dtype = self._targets[first][0]
+        if first in self._float32 and dtype in FLOATS:
+            return "float32"
         return self._wanted if dtype == self._part_dtypes.get(first) else dtype
 
 
 def cast(target: str, array: Array, dtype: str) -> Node:
-    """The node of a target, with a cast to `dtype`."""
+    """The node of a target, with a cast to `dtype` where its dtype is another."""
     if dtype == array.dtype:
         return array.node
     if dtype not in _CASTS.get(array.dtype, ()):

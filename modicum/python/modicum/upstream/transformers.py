@@ -58,7 +58,14 @@ def has_dtype_plan(module: Any) -> bool:
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
     """The dtypes of the tensors that do not get the model's `dtype`, by pattern of their names."""
-    return model._get_dtype_plan(dtype)
+    if has_dtype_plan(model):
+        return model._get_dtype_plan(dtype)
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    if any(getattr(model, name, None) for name in kept):
+        what = "this transformers does not say which tensors a model keeps in float32: load it "
+        what += "without dtype="
+        raise refusal("UNSUPPORTED", what, expected="transformers 5", got=type(model).__name__)
+    return {}
 
 
 def may_be_missing(model: Any) -> list[str]:
