@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kMostParams = 32 * 1024 * 1024;      // per rank; far larger than any cache
+constexpr int64_t kMaxParams = 32 * 1024 * 1024;       // per rank; far larger than any cache
 constexpr uint64_t kUnfusedBytes = 4 + 4 + 4 + 4 + 2;  // master, gradient, moments, bf16 copy
 
 // State of the unfused step over `n` parameters: four fp32 arrays, and `out`, the bf16 copy.
@@ -126,13 +126,13 @@ void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
 
 // The number of parameters of the timed steps: so many that the states of the fused and the unfused
 // step together fit into the memory of the state under test. At least one bucket, at most
-// kMostParams.
+// kMaxParams.
 int64_t params_of(const BaselineTask& task) {
   const uint64_t state_bytes = adamw_footprint(task.spec).total();
   const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
   const uint64_t per_param = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
   const auto fit = static_cast<int64_t>(state_bytes / per_param);
-  return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMostParams);
+  return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMaxParams);
 }
 
 AdamWSpec fused_spec(const BaselineTask& task) {

@@ -113,9 +113,9 @@ class ConfigReader {
     std::vector<int64_t> sizes;
     std::string got;
     value.array([&](JsonValue& element) {
-      constexpr size_t kMostShown = 4;
-      if (sizes.size() < kMostShown) got += (sizes.empty() ? "" : ", ") + shown(element);
-      if (sizes.size() == kMostShown) got += ", ...";
+      constexpr size_t kMaxShown = 4;
+      if (sizes.size() < kMaxShown) got += (sizes.empty() ? "" : ", ") + shown(element);
+      if (sizes.size() == kMaxShown) got += ", ...";
       sizes.push_back(size_or_zero(element));
     });
     if (sizes.size() != 2 || sizes[0] < 1 || sizes[1] < 1) {

@@ -66,7 +66,9 @@ RunCheckpoint newest_checkpoint(FileSystem& files, const std::string& root,
   std::move(checkpoints.skipped.begin(), checkpoints.skipped.end(), std::back_inserter(skipped));
   if (!checkpoints.found.empty()) return std::move(checkpoints.found.front());
   if (skipped.empty()) {
-    fail(Category::uncommitted, "no checkpoint has been saved here", {.file = base_name(root)});
+    fail(Category::uncommitted, "no checkpoint has been saved here",
+         {.file = base_name(root),
+          .expected = "a directory step-N in it (of accelerate: the path of one checkpoint)"});
   }
   fail(Category::uncommitted,
        fmt::format("none of {} is intact; {}: {}", counted(skipped.size(), "checkpoint"),

@@ -34,8 +34,8 @@ uint64_t json_bytes(const std::string& text) {
 // Checks the length of output_index, which is written after the data.
 void require_index(const Manifest& manifest) {
   if (manifest.files.size() == 1) return;
-  constexpr uint64_t kMostAround = 128;  // bytes without the members of weight_map
-  uint64_t bytes = kMostAround;
+  constexpr uint64_t kMaxAround = 128;  // bytes without the members of weight_map
+  uint64_t bytes = kMaxAround;
   std::vector<uint64_t> of_file;
   for (const DataFile& file : manifest.files) of_file.push_back(json_bytes(file.name));
   for (const StoredTensor& stored : manifest.tensors) {

@@ -405,8 +405,16 @@ TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
     EXPECT_TRUE(with["fits"].is_true());
     EXPECT_EQ(with["job_fits"].is_true(), fits);
     ASSERT_EQ(with.has("job_shortfall_bytes"), !fits);
+    ASSERT_EQ(with.has("would_fit"), !fits);
     if (!fits) {
       EXPECT_EQ(with["job_shortfall_bytes"].bytes(), 1U);
+      EXPECT_FALSE(with.has("shortfall_bytes"));
+      EXPECT_FALSE(with["would_fit"].elements().empty());
+      for (const Document& alternative : with["would_fit"].elements()) {
+        const std::string other = changed(flags, alternative["flags"].text());
+        const Document plan = program.succeed(fmt::format("plan{} --budget {}", other, peak - 1));
+        EXPECT_TRUE(plan["job_fits"].is_true()) << other;
+      }
     }
     const std::string shown = program.run(line).out;
     EXPECT_NE(shown.find("step_resumed"), std::string::npos);
@@ -571,6 +579,7 @@ TEST_F(Promises, SuggestedAlternativesFit) {
           const Document plan =
               program.succeed(fmt::format("plan /dense{} --budget {}", flags, budget));
           EXPECT_TRUE(plan["fits"].is_true()) << flags;
+          EXPECT_TRUE(!plan.has("job_fits") || plan["job_fits"].is_true()) << flags;
           EXPECT_EQ(node_peak(plan, alternative["strategy"].text()),
                     alternative["peak_bytes"].bytes())
               << flags;

@@ -76,8 +76,8 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   require_cores(flags.common, task.ranks);
   task.format = state_format_named(flags.format).format;
   const uint64_t params = parse_count(flags.params);
-  constexpr uint64_t kMostParams = uint64_t{1} << 50;
-  if (params == 0 || params > kMostParams)
+  constexpr uint64_t kMaxParams = uint64_t{1} << 50;
+  if (params == 0 || params > kMaxParams)
     fail(Category::usage, "--params out of range", {.expected = "1 to 2^50", .got = flags.params});
   task.params = static_cast<int64_t>(params);
   task.threads = threads_per_rank(flags.common.threads, task.ranks);

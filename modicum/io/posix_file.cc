@@ -22,7 +22,7 @@ namespace modicum {
 namespace {
 
 // Linux transfers at most 2 GiB minus a page per call; calls of 1 GiB keep the offsets aligned.
-constexpr size_t kMostPerCall = kGiB;
+constexpr size_t kMaxPerCall = kGiB;
 
 int64_t ns_of(const struct timespec& time) noexcept {
   return int64_t{time.tv_sec} * kNsPerSecond + time.tv_nsec;
@@ -52,7 +52,7 @@ class PosixFile final : public File {
   void read(std::span<std::byte> out, uint64_t offset) override {
     size_t done = 0;
     while (done < out.size()) {
-      const size_t size = std::min(out.size() - done, kMostPerCall);
+      const size_t size = std::min(out.size() - done, kMaxPerCall);
       const ssize_t got = uninterrupted([&] {
         return ::pread(fd(), out.data() + done, size, static_cast<off_t>(offset + done));
       });
@@ -91,7 +91,7 @@ class PosixFile final : public File {
   void write(std::span<const std::byte> from, uint64_t offset) override {
     size_t done = 0;
     while (done < from.size()) {
-      const size_t size = std::min(from.size() - done, kMostPerCall);
+      const size_t size = std::min(from.size() - done, kMaxPerCall);
       const ssize_t written = uninterrupted([&] {
         return ::pwrite(fd(), from.data() + done, size, static_cast<off_t>(offset + done));
       });

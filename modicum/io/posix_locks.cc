@@ -18,7 +18,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostText = 4096;
+constexpr size_t kMaxText = 4096;
 
 using FileKey = std::pair<dev_t, ino_t>;
 
@@ -140,7 +140,7 @@ LockState state_of(int fd) noexcept {
 
 // Sets `error` if it can't be read.
 std::string beginning_of(int fd, std::string& error) {
-  std::string text(kMostText, '\0');
+  std::string text(kMaxText, '\0');
   const ssize_t got = uninterrupted([&] { return ::pread(fd, text.data(), text.size(), 0); });
   if (got < 0) error = errno_text(errno);
   text.resize(got > 0 ? static_cast<size_t>(got) : 0);

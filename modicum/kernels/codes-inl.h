@@ -151,7 +151,7 @@ HWY_INLINE void measure(const Run& run, const float* magnitudes, MomentBlocks& b
       [&](int64_t b, int64_t k, int64_t n) { blocks.scale[b] = largest(magnitudes + k, n); });
 }
 
-// Sets the scales of a run; returns false if a moment exceeds kMostCoded or is NaN.
+// Sets the scales of a run; returns false if a moment exceeds kMaxCoded or is NaN.
 template <bool kAmsgrad>
 HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, StagedRun& staged) {
   const hn::CappedTag<float, kRunBlocks> d;
@@ -163,12 +163,12 @@ HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, StagedRun& stag
   for (int64_t b = 0; b < kRunBlocks; b += static_cast<int64_t>(hn::Lanes(d))) {
     const auto scale = hn::LoadU(d, staged.of_exp_avg.scale + b);
     hn::StoreU(per_value<kSignedPlaces>(d, scale), d, staged.of_exp_avg.per + b);
-    fits = fits && hn::AllTrue(d, hn::Le(scale, hn::Set(d, kMostCoded)));
+    fits = fits && hn::AllTrue(d, hn::Le(scale, hn::Set(d, kMaxCoded)));
     const auto set = [&](MomentBlocks& blocks) {
       const auto root = hn::LoadU(d, blocks.scale + b);
       hn::StoreU(per_value<kRootPlaces>(d, root), d, blocks.per + b);
       hn::StoreU(least_per_step(d, scale, root), d, blocks.per_step + b);
-      fits = fits && hn::AllTrue(d, hn::Le(root, hn::Set(d, kMostCoded)));
+      fits = fits && hn::AllTrue(d, hn::Le(root, hn::Set(d, kMaxCoded)));
     };
     set(staged.of_root);
     if constexpr (kAmsgrad) set(staged.of_max_root);

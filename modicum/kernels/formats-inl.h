@@ -279,12 +279,12 @@ HWY_INLINE Words<D> zero_for_zero(D d, Words<D> z, Floats<D> root) {
 }
 // The largest rounded offset. A root beyond the scale, by its rounding or by `least_of`, has the
 // largest code, however it is rounded; so the cap may follow the rounding.
-constexpr uint32_t kMostRounded =
+constexpr uint32_t kMaxRounded =
     std::bit_cast<uint32_t>(kTop<kRootPlaces>) + (1U << kRootPlaces) - 1;
 template <class D>
 HWY_INLINE Words<D> root_code(D, Words<D> z) {
   const hn::Rebind<uint32_t, D> du;
-  return hn::ShiftLeft<24 - kRootPlaces>(hn::Min(z, hn::Set(du, kMostRounded)));
+  return hn::ShiftLeft<24 - kRootPlaces>(hn::Min(z, hn::Set(du, kMaxRounded)));
 }
 template <class D>
 HWY_INLINE void store_codes(D, Words<D> words, std::byte* to, int64_t i) {
@@ -302,7 +302,7 @@ HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> halves_of(D, const Pair<Words<D
 template <class D>
 HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> root_codes(D d, const Pair<Words<D>>& z) {
   const hn::Repartition<uint16_t, D> d16;
-  const auto most = hn::Set(d16, kMostRounded >> 16);
+  const auto most = hn::Set(d16, kMaxRounded >> 16);
   return hn::ShiftRight<kRootPlaces - 16>(hn::Min(halves_of(d, z), most));
 }
 template <class D>
@@ -417,14 +417,14 @@ HWY_INLINE void largest_of_four(const float* values, float* most) {
 
 // The largest |exp_avg| and root that a code represents. It is below the square root of the largest
 // float, so that neither encoding nor squaring overflows.
-constexpr float kMostCoded = 0x1p63F;
+constexpr float kMaxCoded = 0x1p63F;
 
-// Clamps values to [-kMostCoded, kMostCoded] and replaces NaN with 0, so that the other elements of
+// Clamps values to [-kMaxCoded, kMaxCoded] and replaces NaN with 0, so that the other elements of
 // their block keep their values.
 HWY_INLINE void clamp_to_codes(float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const bool is_nan = std::isnan(values[i]);
-    values[i] = is_nan ? 0.0F : std::min(std::max(values[i], -kMostCoded), kMostCoded);
+    values[i] = is_nan ? 0.0F : std::min(std::max(values[i], -kMaxCoded), kMaxCoded);
   }
 }
 

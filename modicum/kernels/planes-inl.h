@@ -147,7 +147,7 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
     for_lanes(Stage{bytes, staged, roots, piece}, piece.begin, piece.end);
     const int64_t n = piece.end - piece.begin;
     float scale = largest(staged, n);
-    if (!(scale <= kMostCoded)) {
+    if (!(scale <= kMaxCoded)) {
       clamp_to_codes(staged, n);
       scale = largest(staged, n);
     }

@@ -21,8 +21,8 @@ int64_t now_ns() noexcept { return SteadyClock().now_ns(); }
 
 // Takes over the slot of a phase that has ended, or an unused one; nullptr if there is none.
 SelfReport::Phase* free_phase(SelfReport& report, uint64_t number) noexcept {
-  for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
-    SelfReport::Phase& phase = report.phases[(number + i) % SelfReport::kMostPhases];
+  for (size_t i = 0; i < SelfReport::kMaxPhases; ++i) {
+    SelfReport::Phase& phase = report.phases[(number + i) % SelfReport::kMaxPhases];
     int64_t ended = phase.end_ns.load();
     if (ended != 0 && phase.end_ns.compare_exchange_strong(ended, 0)) return &phase;
   }
@@ -124,7 +124,7 @@ void Reporter::promise(const Promise& promise, int rank) const noexcept {
   if (!is_on()) return;
   report_->rank.store(rank, kRelaxed);
   report_->promised_phases.store(0);
-  const size_t count = std::min(promise.phases.size(), SelfReport::kMostPromised);
+  const size_t count = std::min(promise.phases.size(), SelfReport::kMaxPromised);
   for (size_t i = 0; i < count; ++i) {
     const Phase& phase = promise.phases[i];
     SelfReport::PromisedPhase& to = report_->promised[i];
@@ -140,7 +140,7 @@ ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) no
   if (!reporter_.is_on()) return;
   const uint64_t number = reporter_.report_->phases_begun.fetch_add(1) + 1;
   phase_ = free_phase(*reporter_.report_, number);
-  if (phase_ == nullptr) return;  // kMostPhases phases have not ended
+  if (phase_ == nullptr) return;  // kMaxPhases phases have not ended
   phase_->number.store(0);
   phase_->name.set(name);
   phase_->begin_ns.store(now_ns(), kRelaxed);

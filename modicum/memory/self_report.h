@@ -48,8 +48,8 @@ struct alignas(4096) SelfReport {
     ReportedName phase;
     std::array<std::atomic<uint64_t>, kPurposes> bytes;
   };
-  static constexpr size_t kMostPhases = 40;  // a new phase overwrites an ended one
-  static constexpr size_t kMostPromised = 8;
+  static constexpr size_t kMaxPhases = 40;  // a new phase overwrites an ended one
+  static constexpr size_t kMaxPromised = 8;
 
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
@@ -59,8 +59,8 @@ struct alignas(4096) SelfReport {
   std::atomic<uint64_t> budget_bytes;                       // budget of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held_bytes;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
-  std::array<PromisedPhase, kMostPromised> promised;
-  std::array<Phase, kMostPhases> phases;
+  std::array<PromisedPhase, kMaxPromised> promised;
+  std::array<Phase, kMaxPhases> phases;
 };
 static_assert(sizeof(SelfReport) == 8192);
 
@@ -94,7 +94,7 @@ class Reporter {
   void report_heap() const noexcept;  // reports retained_heap_bytes()
   bool is_on() const noexcept;        // whether there is a report that this process may write
   // Reports this process's rank and, of `promise`, the part for this rank in the first
-  // kMostPromised phases. Replaces an earlier promise.
+  // kMaxPromised phases. Replaces an earlier promise.
   void promise(const Promise& promise, int rank) const noexcept;
 
  private:

@@ -109,13 +109,13 @@ TEST(SelfReport, APhaseThatLastsIsKept) {
   SelfReport& report = *SelfReports::make_in(table.memory()).claim(getpid(), 0);
   const Reporter reporter(report, getpid());
   ReportedPhase outer(reporter, "train");
-  for (size_t step = 0; step < 3 * SelfReport::kMostPhases; ++step) {
+  for (size_t step = 0; step < 3 * SelfReport::kMaxPhases; ++step) {
     const ReportedPhase inner(reporter, "step");
   }
   EXPECT_EQ(lasting(report), std::vector<std::string>{"train"});
   outer.end();
   EXPECT_EQ(lasting(report), std::vector<std::string>{});
-  EXPECT_EQ(report.phases_begun.load(), 1 + 3 * SelfReport::kMostPhases);
+  EXPECT_EQ(report.phases_begun.load(), 1 + 3 * SelfReport::kMaxPhases);
 }
 
 TEST(SelfReport, MorePhasesThanPlacesAreLeftOut) {
@@ -123,8 +123,8 @@ TEST(SelfReport, MorePhasesThanPlacesAreLeftOut) {
   SelfReport& report = *SelfReports::make_in(table.memory()).claim(getpid(), 0);
   const Reporter reporter(report, getpid());
   std::deque<ReportedPhase> all;
-  for (size_t i = 0; i < SelfReport::kMostPhases + 5; ++i) all.emplace_back(reporter, "deep");
-  EXPECT_EQ(lasting(report).size(), SelfReport::kMostPhases);
+  for (size_t i = 0; i < SelfReport::kMaxPhases + 5; ++i) all.emplace_back(reporter, "deep");
+  EXPECT_EQ(lasting(report).size(), SelfReport::kMaxPhases);
 }
 
 TEST(SelfReport, PromisesAreOfTheRankByPhase) {

@@ -42,7 +42,7 @@ Extent scale_extent(const Plan& plan, const Transfer& transfer);
 
 // The largest direct read or write, and the largest read into a window: short enough to report
 // progress often and to drop the page cache behind the reader.
-constexpr uint64_t kMostReadBytes = 8 * kMiB;
+constexpr uint64_t kMaxReadBytes = 8 * kMiB;
 
 // The extent from the first to the last byte of a transfer's stored elements, gaps included.
 Extent span_of(const Plan& plan, const Transfer& transfer);

@@ -149,8 +149,7 @@ class Tiler {
 
  private:
   void add_run(const Transfer& t) {
-    const uint64_t most =
-        Coalescer::is_direct(plan_, t) ? kMostReadBytes : plan_.staging.tile_bytes;
+    const uint64_t most = Coalescer::is_direct(plan_, t) ? kMaxReadBytes : plan_.staging.tile_bytes;
     for (int64_t i = 0; i < t.runs.length;) {
       const Transfer rest = t.part(0, 1, i, t.runs.length - i);
       const int64_t n = elements_that_fit(plan_, rest, most);

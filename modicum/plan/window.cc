@@ -40,9 +40,9 @@ void RankWindow::for_each_read(FunctionRef<void(const Read&)> fn) const {
   for (uint32_t s = 0; s < plan_.manifest->tensors.size(); ++s) {
     if (!is_needed(plan_, s)) continue;
     const Extent& at = plan_.manifest->tensors[s].at;
-    for (uint64_t done = 0; done < at.bytes(); done += kMostReadBytes) {
+    for (uint64_t done = 0; done < at.bytes(); done += kMaxReadBytes) {
       const uint64_t begin = at.begin + done;
-      const uint64_t end = std::min(at.end, begin + kMostReadBytes);
+      const uint64_t end = std::min(at.end, begin + kMaxReadBytes);
       fn({s, {at.file, begin, end}, place_of(s) + done});
     }
   }

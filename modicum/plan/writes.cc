@@ -91,7 +91,7 @@ class Joiner {
   }
 
   void add_run(const Transfer& t) {
-    const uint64_t most = is_direct(t) ? kMostReadBytes : plan_.staging.tile_bytes;
+    const uint64_t most = is_direct(t) ? kMaxReadBytes : plan_.staging.tile_bytes;
     for (int64_t i = 0; i < t.runs.length;) {
       const int64_t n = std::min(elements_within(t.from_dtype, most), t.runs.length - i);
       add_tile(t.part(0, 1, i, n));

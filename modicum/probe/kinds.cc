@@ -78,7 +78,7 @@ uint64_t blocks_in(const Part& part) {
 MemoryKinds count_pages(const std::vector<Part>& parts, File& pagemap) {
   const uint64_t blocks =
       std::transform_reduce(parts.begin(), parts.end(), uint64_t{0}, std::plus<>(), blocks_in);
-  const uint64_t every = std::max<uint64_t>(1, (blocks + kMostKindBlocks - 1) / kMostKindBlocks);
+  const uint64_t every = std::max<uint64_t>(1, (blocks + kMaxKindBlocks - 1) / kMaxKindBlocks);
   MemoryKinds kinds;
   std::array<uint64_t, kBlockBytes / kPageBytes> entries{};
   uint64_t block = 0;

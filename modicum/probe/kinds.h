@@ -43,12 +43,12 @@ struct MemoryKinds {
 };
 
 // The memory of process `pid`. Reads its list of mappings, and the page table entries of heaps,
-// stacks and written files: at most kMostKindBlocks blocks of 2 MiB, and if there are more, every
+// stacks and written files: at most kMaxKindBlocks blocks of 2 MiB, and if there are more, every
 // n-th one. The kernel stops changes of the address space for one block at a time (some 50 us). So
 // a reading takes at most some 10 ms of CPU time, however much the process holds. nullopt if the
 // process has ended, is in its parent's memory, or can't be read (another user's).
 std::optional<MemoryKinds> read_memory_kinds(int pid, const std::string& root = "");
-constexpr uint64_t kMostKindBlocks = 128;
+constexpr uint64_t kMaxKindBlocks = 128;
 
 struct ProcessKinds {
   int pid = 0;

@@ -182,7 +182,9 @@ Args:
     budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
     baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
         process that has imported torch holds 0.3 to 1.5 GiB.
-    optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
+    optimizer: "none", or "adamw:FORMAT" to include the state of `AdamW(state_format=FORMAT)`. Never
+        included: activations, and where parameters are on the CPU torch's own `grad` of bfloat16
+        ones with fp32 (2 bytes per parameter).
     frozen: a regular expression; no state is included for parameters with matching names.
     deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
     workers: for the forecast: forked data-loader workers per rank, 0 to 1024.
@@ -191,12 +193,16 @@ Args:
 
 Returns:
     The document of `modicum plan --json` (docs/reference/plan.md): checkpoint, ranks, strategies,
-    budget, fits. A plan that exceeds the budget is no error: `fits` is False then, and only then
-    are there `shortfall_bytes` and `would_fit`, changes with which load and steps fit. Without a
-    budget `fits` is None. Nodes are in `strategies[i]["nodes"]`, a strategy for each `name`. With
-    `optimizer` each node also has `job`, the phases of a save and a resume on the same number of
-    ranks. `job_fits` is about these two, `fits` about load and steps; `job_shortfall_bytes` is
-    there if `job_fits` is False. A node's sum includes 8 MiB of the process that starts its ranks.
+    budget, fits. A plan that exceeds the budget is no error: `fits` is False then, and there is
+    `shortfall_bytes`. Without a budget `fits` is None. Nodes are in `strategies[i]["nodes"]`, a
+    strategy for each `name`: `peak_bytes`, and `phases` of open, load, hold and step, each with
+    `phase` and `bytes`. With `optimizer`, and without `device`, each node also has `job` of the
+    whole job, a save and a resume on the same number of ranks included: `peak_bytes` and `phases`
+    of load, step, save, resume and step_resumed. `job_fits` is about that save and resume, `fits`
+    about load and steps; `job_shortfall_bytes` is there if `job_fits` is False. If either is False,
+    `would_fit` has changes with which all fit, the best first: `flags`, `peak_bytes` of load and
+    steps, `lossless` or `lossy`. A node's sum includes 8 MiB of the process that starts its ranks;
+    torchrun holds about 150 MiB.
 
 Raises:
     FormatError: a header or the index is malformed.

@@ -322,9 +322,11 @@ Args:
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
           "needed"_a, "what"_a,
           "Raises BudgetError if the bytes held and `needed`, bytes by purpose, together "
-          "exceed the limit. Purposes are those of `held`: header, plan, shards, master, grad, "
-          "moments, staging, init and others (docs/internals/memory.md). `what` says in the error "
-          "what needs them.");
+          "exceed the limit. Purposes are those of `held`: process, page_tables, header, plan, "
+          "shards, window, master, grad, moments, staging, init, snapshot and fork; another is a "
+          "UsageError. What the ledger is not charged with, such as the process itself or copies "
+          "of forked workers, is to be added as `process` or `fork`. `what` says in the error what "
+          "needs them.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {

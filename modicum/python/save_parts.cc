@@ -77,7 +77,7 @@ uint64_t create_files_of(const PythonSaveParts& parts, const RankAndRanks& rank_
                          CallerBoard& board, const PartialCheckpoint& to) {
   PosixFileSystem files;
   return without_the_lock([&] {
-    const RankOfMany which{rank_of.first, rank_of.second};
+    const FileShare which{rank_of.first, rank_of.second};
     const Manifest& model = parts.model.save->plan.manifest();
     uint64_t written = create_files(model, {files, to.directory}, board, which);
     if (const Manifest* const state = parts.state_manifest()) {

@@ -10,9 +10,9 @@
 namespace modicum {
 
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept {
-  // Not FUTEX_WAIT_PRIVATE: the word may be in memory of several processes.
-  const timespec most{0, 50 * kNsPerMs};
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr,
+  // Not FUTEX_WAIT_PRIVATE: the word may be in memory shared between processes.
+  const timespec timeout{0, 50 * kNsPerMs};
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &timeout, nullptr,
           0);
 }
 

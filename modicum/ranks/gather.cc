@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kMostRows = 32;      // of a list
+constexpr uint64_t kMaxRows = 32;       // of a list
 constexpr uint64_t kNone = UINT64_MAX;  // no round
 // A round is `walk << kWalkBit | number`, where `walk` is how often the addresses have gone back.
 // If `walk` overflows, rounds of some ranks come too early, and bytes are written in more calls.
@@ -44,7 +44,7 @@ SharedGather::SharedGather(int ranks, uint64_t part_bytes, SharedPages pages)
   MODICUM_ASSERT(part_bytes % kPageBytes == 0);
   const uint64_t half = (part_bytes - sizeof(Head)) / 2;
   const uint64_t row = saturating_mul(sizeof(Row), static_cast<uint64_t>(ranks));
-  rows_ = std::clamp(half / 8 / row, uint64_t{1}, kMostRows);  // lists take about 1/8 of a half
+  rows_ = std::clamp(half / 8 / row, uint64_t{1}, kMaxRows);  // lists take about 1/8 of a half
   MODICUM_ASSERT(rows_ * row + kPageBytes <= half);
   slot_bytes_ = (half - rows_ * row) / kPageBytes * kPageBytes;
 }

@@ -7,11 +7,11 @@ namespace modicum {
 namespace {
 
 // RE2's memory limit for the compiled expression and for searches; allows a thousand alternatives.
-constexpr int64_t kMostBytes = 8 << 20;
+constexpr int64_t kMaxBytes = 8 << 20;
 
 re2::RE2::Options options() {
   re2::RE2::Options options;
-  options.set_max_mem(kMostBytes);
+  options.set_max_mem(kMaxBytes);
   options.set_never_capture(true);  // so that thousands of groups cost nothing
   options.set_log_errors(false);    // this library never prints
   return options;

@@ -102,7 +102,7 @@ std::string past_run_sentence(const PlanReport& report) {
                                 changes_text(cheapest), format_size(cheapest.peak_bytes));
     }
     if (report.job_fits.value_or(true)) return text + "; the planned run fits without a change";
-    return text + "; the planned load fits, but " + job_shortfall(report);
+    text += "; the planned load fits, but " + job_shortfall(report);
   }
   if (report.alternatives.empty() || !report.alternatives.front().who.empty()) {
     return text + "; no dtype, state format, strategy, staging or number of nodes fits";

@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostPlanTracks = 16;  // of ranks
+constexpr size_t kMaxPlanTracks = 16;  // of ranks
 
 // A phase as the page shows it: one step along its axis. Not a training step.
 struct Step {
@@ -85,7 +85,7 @@ void add(Track& to, const std::vector<Footprint>& footprints) {
   for (size_t i = 0; i < footprints.size(); ++i) to.footprints[i] += footprints[i];
 }
 
-// The tracks of a node, the largest first, then the launcher's. Beyond kMostPlanTracks, the
+// The tracks of a node, the largest first, then the launcher's. Beyond kMaxPlanTracks, the
 // smallest ones are merged into one.
 std::vector<Track> tracks_of(const StrategyReport& strategy, const std::vector<Step>& steps,
                              int node) {
@@ -108,7 +108,7 @@ std::vector<Track> tracks_of(const StrategyReport& strategy, const std::vector<S
   for (auto& [_, track] : distinct) tracks.push_back(std::move(track));
   std::stable_sort(tracks.begin(), tracks.end(),
                    [](const Track& a, const Track& b) { return a.most() > b.most(); });
-  for (; tracks.size() > kMostPlanTracks; tracks.pop_back()) {
+  for (; tracks.size() > kMaxPlanTracks; tracks.pop_back()) {
     Track& last = tracks[tracks.size() - 2];
     add(last, tracks.back().footprints);
     last.ranks.insert(last.ranks.end(), tracks.back().ranks.begin(), tracks.back().ranks.end());

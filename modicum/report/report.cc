@@ -84,8 +84,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& strategy,
   out.end_array().end_object();
 }
 
-// Members of `plan` for a run that does not fit its budget.
-void refusal_members(JsonWriter& out, const PlanReport& report) {
+void shortfall_member(JsonWriter& out, const PlanReport& report) {
   uint64_t shortfall_bytes = 0;  // of the load or of DeepSpeed, which needs more
   if (report.refusal) shortfall_bytes = report.refusal->facts().shortfall_bytes.value_or(0);
   if (!report.deepspeed_fits.value_or(true)) {
@@ -93,6 +92,9 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
     shortfall_bytes = std::max(shortfall_bytes, needed - report.budget->bytes);
   }
   out.member("shortfall_bytes", shortfall_bytes);
+}
+
+void alternatives_member(JsonWriter& out, const PlanReport& report) {
   out.key("would_fit").begin_array();
   for (const Alternative& alternative : report.alternatives) alternative_object(out, alternative);
   out.end_array();
@@ -223,7 +225,9 @@ std::string plan_json(const PlanReport& report) {
   if (report.deepspeed_fits) out.member("deepspeed_fits", *report.deepspeed_fits);
   out.key("baseline").begin_object().member("bytes", report.baseline.bytes);
   out.member("source", report.baseline.is_given ? "flag" : "default").end_object();
-  if (report.refusal || !report.deepspeed_fits.value_or(true)) refusal_members(out, report);
+  const bool is_short = report.refusal || !report.deepspeed_fits.value_or(true);
+  if (is_short) shortfall_member(out, report);
+  if (is_short || !report.job_fits.value_or(true)) alternatives_member(out, report);
   if (report.past) past_run_member(out, report);
   if (report.deepspeed) deepspeed_member(out, report);
   return out.end_object().text();

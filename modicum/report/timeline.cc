@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostTracks = 32;
+constexpr size_t kMaxTracks = 32;
 
 double rounded(double seconds) noexcept { return std::round(seconds * 1e4) / 1e4; }
 
@@ -32,7 +32,7 @@ std::vector<uint32_t> tracked(const WatchRecord& record) {
   for (const auto& [process, process_bytes] : most) processes.push_back(process);
   std::stable_sort(processes.begin(), processes.end(),
                    [&](uint32_t a, uint32_t b) { return most[a] > most[b]; });
-  if (processes.size() > kMostTracks) processes.resize(kMostTracks);
+  if (processes.size() > kMaxTracks) processes.resize(kMaxTracks);
   // Sorts by rank. Processes without a rank come last, in the order in which they began.
   std::sort(processes.begin(), processes.end(), [&](uint32_t a, uint32_t b) {
     const auto place = [&](uint32_t process) {

@@ -160,7 +160,8 @@ std::vector<std::string> answers(const PlanReport& report) {
   const auto has_none = [&](auto is_about) {
     return std::none_of(report.alternatives.begin(), report.alternatives.end(), is_about);
   };
-  if (report.refusal && has_none([](const Alternative& other) { return other.who.empty(); })) {
+  const bool is_short = report.refusal || !report.job_fits.value_or(true);
+  if (is_short && has_none([](const Alternative& other) { return other.who.empty(); })) {
     lines.emplace_back(
         "no other dtype, state format, strategy, staging or ranks per node fits either");
   }

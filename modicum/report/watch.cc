@@ -13,7 +13,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostLines = 12;  // in each list of the text
+constexpr size_t kMaxLines = 12;  // in each list of the text
 
 std::string name_of(const std::string& name, int pid, const std::optional<int>& rank) {
   std::string text = fmt::format("{} (pid {}", printable(name), pid);
@@ -128,7 +128,7 @@ std::string huge_pages_text(const WatchedProcess& process) {
 // The owners of a process's memory at the tree's peak, the largest first, and the files that it
 // maps.
 std::string owners_text(const WatchRecord& record, const WatchedProcess& process) {
-  constexpr size_t kMostOwners = 4;
+  constexpr size_t kMaxOwners = 4;
   const WatchSample* const peak = record.peak();
   std::vector<std::pair<uint64_t, size_t>> largest;
   if (peak != nullptr) {
@@ -141,7 +141,7 @@ std::string owners_text(const WatchRecord& record, const WatchedProcess& process
     }
   }
   std::sort(largest.begin(), largest.end(), std::greater<>());
-  if (largest.size() > kMostOwners) largest.resize(kMostOwners);
+  if (largest.size() > kMaxOwners) largest.resize(kMaxOwners);
   std::string text;
   for (const auto& [bytes, owner] : largest) {
     if (owner == static_cast<size_t>(WatchOwner::unattributed)) continue;
@@ -169,7 +169,7 @@ std::string copies_text(const WatchRecord& record) {
       fmt::format("copies since a fork: {}\n", format_size(record.cow_duplicate_bytes));
   size_t lines = 0;
   for (const WatchedProcess& process : record.processes) {
-    if (process.cow_duplicate_bytes < kMiB || ++lines > kMostLines) continue;
+    if (process.cow_duplicate_bytes < kMiB || ++lines > kMaxLines) continue;
     const auto parent = std::find_if(
         record.processes.begin(), record.processes.end(),
         [&](const WatchedProcess& candidate) { return candidate.pid == process.forked_from; });
@@ -328,7 +328,7 @@ std::string watch_text(const WatchRecord& record) {
   text += "\nheld at the peak:\n";
   size_t lines = 0;
   for (const WatchedProcess* const process : largest(record)) {
-    if (process->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
+    if (process->held_at_peak_bytes == 0 || ++lines > kMaxLines) break;
     text +=
         fmt::format("  {:>12}  {}{}\n", format_size(process->held_at_peak_bytes), name_of(*process),
                     owners_text(record, *process) + huge_pages_text(*process));

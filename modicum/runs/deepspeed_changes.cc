@@ -114,7 +114,7 @@ std::optional<Alternative> try_change(const DeepSpeedChange& change, const DeepS
 // Runs with Modicum's AdamW: that of `run` with 32-bit state, or else what would_fit finds.
 // Parameters are on devices, as with DeepSpeed, unless `has_params`: it has them on the host.
 std::vector<Alternative> with_our_optimizer(const RunFlags& asked, const Run& run, bool has_params,
-                                            const Budget& budget) {
+                                            const Budget& budget, FitsJob fits_job) {
   constexpr std::string_view kOptimizer = "--optimizer", kDevice = "--device";
   RunFlags flags = asked;
   flags.optimizer = "adamw:fp32";
@@ -122,14 +122,14 @@ std::vector<Alternative> with_our_optimizer(const RunFlags& asked, const Run& ru
   const Run training = open_run(*run.files, flags, Content::headers);
   const Plan plan = plan_run(training, *training.options.strategy, budget);
   std::vector<Alternative> found;
-  if (fits(plan.promise, budget)) {
+  if (fits(plan.promise, budget) && fits_job(flags, training, plan.options)) {
     found.push_back({.strategy = plan.strategy().name,
                      .staging_bytes = plan.options.staging_bytes,
                      .state_format = training.optimizer,
                      .ranks_per_node = ranks_per_node_of(training),
                      .peak_bytes = plan.promise.node_peak_bytes(worst_node(plan.promise))});
   } else {
-    found = would_fit(flags, training, budget);
+    found = would_fit(flags, training, budget, fits_job);
   }
   for (Alternative& alternative : found) {
     alternative.who = kInPlaceOfDeepSpeed;
@@ -147,7 +147,7 @@ std::vector<Alternative> with_our_optimizer(const RunFlags& asked, const Run& ru
 }  // namespace
 
 std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const DeepSpeedTask& task,
-                                   const Budget& budget) {
+                                   const Budget& budget, FitsJob fits_job) {
   std::vector<Alternative> found =
       cheapest(changes_of(task, budget), task.world.ranks_of_node,
                [&](const DeepSpeedChange& change) { return try_change(change, task, budget); });
@@ -157,7 +157,8 @@ std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const 
   }
   if (run.optimizer) return found;  // then the plan is about Modicum's AdamW, too
   try {
-    for (Alternative& ours : with_our_optimizer(flags, run, task.config.param.to_cpu, budget)) {
+    for (Alternative& ours :
+         with_our_optimizer(flags, run, task.config.param.to_cpu, budget, fits_job)) {
       found.push_back(std::move(ours));
     }
   } catch (const Error& error) {  // with these flags it trains nothing

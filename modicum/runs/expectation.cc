@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostPages = 32 * kMiB / kPageBytes;
+constexpr size_t kMaxPages = 32 * kMiB / kPageBytes;
 
 }  // namespace
 
@@ -60,7 +60,7 @@ void Expectation::copy_from_pages(uint64_t begin, std::span<std::byte> out) {
 std::span<const std::byte> Expectation::page(uint64_t index) {
   const auto found = pages_.find(index);
   if (found != pages_.end()) return found->second;
-  if (pages_.size() == kMostPages) pages_.clear();
+  if (pages_.size() == kMaxPages) pages_.clear();
   const uint64_t size = checkpoint_.manifest.files[file_index_].identity.size_bytes;
   std::vector<std::byte> bytes(std::min<uint64_t>(kPageBytes, size - index * kPageBytes));
   read(index * kPageBytes, bytes);

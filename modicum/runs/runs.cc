@@ -369,7 +369,7 @@ std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& mor
 }  // namespace
 
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
-                       MoreOfPlan more) {
+                       const JobOfPlan& job) {
   const DeepSpeedFlags& deepspeed = of_plan.deepspeed;
   require_sense(deepspeed);
   std::optional<PastRun> past;
@@ -405,17 +405,18 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   }
   for (StrategyReport& strategy_report : report.strategies)
     strategy_report.needed_bytes = needed_bytes;
-  if (report.refusal) report.alternatives = would_fit(flags, run, *report.budget);
   if (report.budget && has_forecast(report)) {
     report.wider_refusal = refusal_of_deepspeed(report);
     report.deepspeed_fits = !report.wider_refusal;
   }
-  if (report.wider_refusal) {
-    for (Alternative& other : would_fit(flags, run, *training, *report.budget)) {
+  job.extend(run, report);
+  if (report.refusal || !report.job_fits.value_or(true))
+    report.alternatives = would_fit(flags, run, *report.budget, job.fits);
+  if (!report.deepspeed_fits.value_or(true)) {
+    for (Alternative& other : would_fit(flags, run, *training, *report.budget, job.fits)) {
       report.alternatives.push_back(std::move(other));
     }
   }
-  more(run, report);
   return report;
 }
 

@@ -119,12 +119,16 @@ struct PlanFlags {
 // The inputs of a plan in words: model, dtype, optimizer, ranks, strategy, layout, DeepSpeed.
 std::vector<PageFact> inputs_of(const RunFlags& flags, const PlanFlags& of_plan, const Run& run);
 
-using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
+// The save and the resume of a plan, which the room `training` plans.
+struct JobOfPlan {
+  FunctionRef<void(const Run& run, PlanReport& report)> extend;
+  FitsJob fits;
+};
 // The report of verb `plan`, except StrategyReport::job and `timelines`: each strategy's promise
 // for the run of `flags`; with a budget, whether the requested strategy fits it, and if not, runs
-// that would fit. Of the checkpoint, reads only headers, index and config. At the end calls `more`
-// with the opened run and the report, which it may extend.
+// that would fit. Of the checkpoint, reads only headers, index and config. `job.extend` adds the
+// job's promises and whether they fit.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
-                       MoreOfPlan more);
+                       const JobOfPlan& job);
 
 }  // namespace modicum

@@ -25,8 +25,9 @@ RunFlags flags_of(const std::function<void(RunFlags&)>& change) {
 
 PlanReport report_of(FileSystem& files, const RunFlags& flags, const std::string& budget,
                      const DeepSpeedFlags& deepspeed = {}) {
-  return plan_report(files, flags, {.budget = budget, .deepspeed = deepspeed},
-                     [](const Run&, PlanReport&) {});
+  const auto extend = [](const Run&, PlanReport&) {};
+  const auto fits_job = [](const RunFlags&, const Run&, const PlanOptions&) { return true; };
+  return plan_report(files, flags, {.budget = budget, .deepspeed = deepspeed}, {extend, fits_job});
 }
 
 std::optional<Category> failure(FileSystem& files, const RunFlags& flags) {

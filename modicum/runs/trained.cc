@@ -15,7 +15,7 @@ namespace {
 constexpr std::string_view kAdamW = "adamw:";
 // The limit per rank and parameter: each run takes 48 bytes in addition to the state, and a
 // microsecond to plan.
-constexpr size_t kMostRuns = size_t{1} << 22;
+constexpr size_t kMaxRuns = size_t{1} << 22;
 
 bool is_trained(const Recipe& recipe, uint32_t target) {
   const TensorSpec& spec = recipe.targets[target].spec;
@@ -87,9 +87,9 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
       MODICUM_ASSERT(at == next_at);
       MODICUM_ASSERT(run.first >= next_first);
       next_at += run.n;
-      if (of_shard.size() == kMostRuns) {
+      if (of_shard.size() == kMaxRuns) {
         fail(Category::unsupported, "a shard has too many separate runs to be trained",
-             {.tensor = spec.fqn, .expected = fmt::format("at most {} runs in a rank", kMostRuns)});
+             {.tensor = spec.fqn, .expected = fmt::format("at most {} runs in a rank", kMaxRuns)});
       }
       if (of_shard.empty() || run.first > next_first) return of_shard.push_back(run);
       of_shard.back().n += run.n;

@@ -82,8 +82,9 @@ std::vector<Change> changes_of(const Run& run, const Run* narrow, const Budget& 
 class Search {
  public:
   // `narrow`: the run of kNarrowDType; nullptr if no change has it.
-  Search(const Run& run, const Run* narrow, const Budget& budget)
-      : run_(run), narrow_(narrow), budget_(budget) {}
+  Search(const RunFlags& flags, const Run& run, const Run* narrow, const Budget& budget,
+         FitsJob fits_job)
+      : flags_(flags), run_(run), narrow_(narrow), budget_(budget), fits_job_(fits_job) {}
 
   std::optional<Alternative> try_change(const Change& change) {
     const int asked = ranks_per_node_of(run_);
@@ -121,7 +122,16 @@ class Search {
       plan = shrunk_to_fit(std::move(plan), budget_);
     }
     if (!fits(plan.promise, budget_)) return std::nullopt;
+    if (!fits_job_(changed_flags(change, plan.options), run, plan.options)) return std::nullopt;
     return plan;
+  }
+
+  RunFlags changed_flags(const Change& change, const PlanOptions& options) const {
+    RunFlags flags = flags_;
+    if (change.staging) flags.staging = fmt::format("{}", options.staging_bytes);
+    if (change.dtype) flags.dtype = torch_name(kNarrowDType);
+    if (change.format) flags.optimizer = fmt::format("adamw:{}", row_of(*change.format).name);
+    return flags;
   }
 
   const Phase& phase_of(const Change& change) {
@@ -143,18 +153,21 @@ class Search {
     return flags;
   }
 
+  const RunFlags& flags_;
   const Run& run_;
   const Run* const narrow_;
   const Budget& budget_;
+  const FitsJob fits_job_;
   std::map<std::pair<bool, StateFormat>, Phase> phases_;  // by Change::dtype and format
 };
 
 }  // namespace
 
-std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget) {
+std::vector<Alternative> would_fit(const RunFlags& flags, const Run& run, const Budget& budget,
+                                   FitsJob fits_job) {
   const std::optional<Run> narrow = narrower_run(flags, run);
   const Run* const narrow_run = narrow ? &*narrow : nullptr;
-  Search search(run, narrow_run, budget);
+  Search search(flags, run, narrow_run, budget, fits_job);
   return cheapest(changes_of(run, narrow_run, budget), ranks_per_node_of(run),
                   [&](const Change& change) { return search.try_change(change); });
 }

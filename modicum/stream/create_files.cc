@@ -19,7 +19,7 @@ uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& t
 }
 
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
-                      const RankOfMany& which) {
+                      const FileShare& which) {
   checked_rank(which.rank, which.ranks);
   uint64_t written = 0;
   const auto ranks = static_cast<uint32_t>(which.ranks);

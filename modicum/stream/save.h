@@ -34,8 +34,8 @@ struct SaveForm {
 // refers to the other members.
 class SavePlan {
  public:
-  // For the buffers that the plan `loaded` has filled from the checkpoint `source`. Throws MISMATCH
-  // if two saved tensors would have the same name; USAGE if there is no tensor to save.
+  // Saves the buffers that the plan `loaded` has filled from the checkpoint `source`. Throws
+  // MISMATCH if two saved tensors would have the same name; USAGE if there is no tensor to save.
   SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm& form = {});
   SavePlan(const SavePlan&) = delete;
   SavePlan& operator=(const SavePlan&) = delete;
@@ -49,7 +49,7 @@ class SavePlan {
     uint32_t to = 0;
   };
   std::span<const CopiedTensor> copied() const noexcept { return copied_; }
-  // For copy_companions.
+  // The facts of config.json that the save changes, for copy_companions.
   std::optional<NewForm> new_form(const Checkpoint& source) const;
   // The memory of a save on each rank in addition to the buffers and plan().staging.
   Footprint footprint() const;
@@ -70,8 +70,8 @@ struct SaveNeeds {
   uint64_t gather_bytes = 0;  // that part
 };
 // What a save of all `parts` holds on a rank; the one rule for every front. The parts are saved one
-// after the other: the plans of all are held at the same time, but the staging of one, and the
-// Gather is made once. `own_bytes`: the rank's file of a program's own values, of which two copies
+// after the other: all their plans are held at the same time, but only one part's staging; one
+// Gather serves all. `own_bytes`: the rank's file of a program's own values, of which two copies
 // exist while it is written.
 Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes = 0);
 
@@ -126,8 +126,8 @@ SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
 // snapshot must cover this memory.
 void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from);
 
-// The rank number `rank` of `ranks` that divide the files among them.
-struct RankOfMany {
+// Share number `rank` of `ranks` equal shares of the files.
+struct FileShare {
   int rank = 0;
   int ranks = 1;
 };
@@ -135,9 +135,10 @@ struct RankOfMany {
 // reserved space, so that a full disk fails here. Returns the bytes written. Throws CONFLICT if a
 // file exists, NOSPACE or IO; PEER if another rank failed.
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
-                      const RankOfMany& which);
+                      const FileShare& which);
 
-// Begins the names of the files of sums. A directory with one holds a save that is not complete.
+// The prefix of the names of the files that hand_over_sums writes. A directory with one holds a
+// save that is not complete.
 constexpr std::string_view kSumsPrefix = ".sums-";
 // Writes the sums of rank `rank`, after its save, to a file next to the saved ones, for the process
 // that calls complete_files. Throws IO, NOSPACE.
@@ -147,8 +148,9 @@ struct CompletedFiles {
   std::vector<CheckpointFile> files;  // those of the manifest, then the index, if there is one
   std::vector<CheckpointTensor> tensors;
 };
-// Call it once all `ranks` ranks have handed over their sums, made with `point`: merges these and
-// removes their files, proves them, and writes the index, if the manifest has several files. Throws
+// Call it once all `ranks` ranks have handed over their sums. `point`: that of their ChunkSums.
+// Merges the sums, removes their files, proves that each element was written once, and writes the
+// index, if the manifest has several files. Throws
 // INTEGRITY, naming the tensor, if an element was not written exactly once; IO, NOSPACE.
 CompletedFiles complete_files(const Manifest& manifest, uint64_t point, int ranks,
                               const SaveFiles& to);

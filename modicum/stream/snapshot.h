@@ -51,13 +51,14 @@ class Snapshot {
     int64_t step = 0;
     int64_t count = 1;
   };
-  // The save will read these covered bytes, as many times as this is called for them.
+  // Announces one read of these covered bytes. Each `read` needs one `expect`.
   void expect(const Pieces& pieces);
   // Charges the window and the tables, as Purpose::snapshot. A page of the window is committed only
   // when a copy needs it. Throws BUDGET or NOMEM.
   void charge(Ledger& ledger);
 
-  // Copies to `to` the values that expected bytes had at `charge`, without gaps between the pieces.
+  // Copies to `to` the values that expected bytes had at `charge`, the pieces packed one after the
+  // other. They must be covered.
   void read(const Pieces& pieces, std::byte* to);
   // Copies to the window the blocks of `memory` that the save has yet to read. Returns false if the
   // window has no room for some of them; does not wait for room.
@@ -77,10 +78,10 @@ class Snapshot {
     size_t first_block = 0;  // index in blocks_
   };
   struct Block {
-    uint64_t left = 0;   // bytes that the save has yet to read
+    uint64_t left = 0;   // bytes of expected reads still to come
     int32_t place = -1;  // of its copy in the window; -1: not copied
   };
-  // A block, its memory, and the part of this memory that a caller named.
+  // A block, its memory, and the part of this memory that the caller passed.
   struct BlockPart {
     Block& block;
     std::span<const std::byte> whole, part;
@@ -103,7 +104,7 @@ class Snapshot {
   Buffer window_;
   SteadyClock clock_;
   std::atomic<bool> is_over_ = false;
-  mutable std::mutex mutex_;         // guards blocks_, window_ and the members below
+  mutable std::mutex mutex_;         // guards blocks_, tables_, window_ and the members below
   std::condition_variable changed_;  // a block was read completely, or `end` was called
   std::vector<int32_t> free_;        // free places of the window
   int waiting_ = 0;                  // threads that wait

@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kMostBytes = 8 * kMiB;  // per read or write, so that heartbeats are frequent
+constexpr uint64_t kMaxBytes = 8 * kMiB;  // per read or write, so that heartbeats are frequent
 
 // Calls `fn` for each part of at most `most` bytes.
 template <typename Fn>
@@ -48,7 +48,7 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
     std::optional<GatheredWriter> gathered;
     if (at.gather != nullptr) gathered.emplace(what.manifest, at, to, sums);
     spans([&](const StoredSpan& span) {
-      in_parts(span, staging.empty() ? kMostBytes : staging.bytes().size(), [&](const auto& part) {
+      in_parts(span, staging.empty() ? kMaxBytes : staging.bytes().size(), [&](const auto& part) {
         at.board->check();
         const Extent& stored = what.manifest.tensors[part.stored].at;
         const std::span<const std::byte> bytes = values_of(part.bytes);
@@ -74,7 +74,7 @@ uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataReader reader(checkpoint);
     spans([&](const StoredSpan& span) {
-      in_parts(span, kMostBytes, [&](const StoredSpan& part) {
+      in_parts(span, kMaxBytes, [&](const StoredSpan& part) {
         at.board->check();
         const Extent& stored = checkpoint.manifest.tensors[part.stored].at;
         reader.read(stored.file, stored.begin + part.at, part.bytes);

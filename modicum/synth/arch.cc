@@ -34,9 +34,9 @@ constexpr std::array<Arch, 16> kArchs = {{
 }};
 
 int layers_of(const Arch& arch, int layers) {
-  if (layers >= 0 && layers <= kMostLayers) return layers == 0 ? arch.layers : layers;
+  if (layers >= 0 && layers <= kMaxLayers) return layers == 0 ? arch.layers : layers;
   fail(Category::usage, "the number of layers is out of range",
-       {.expected = "0 to " + std::to_string(kMostLayers), .got = std::to_string(layers)});
+       {.expected = "0 to " + std::to_string(kMaxLayers), .got = std::to_string(layers)});
 }
 
 ArchVariant variant_of(const Arch& arch, int layers, std::optional<DType> dtype) {

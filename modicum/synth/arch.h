@@ -87,7 +87,7 @@ struct Arch {
   int mtp_layers = 0;
 };
 
-constexpr int kMostLayers = 1000;
+constexpr int kMaxLayers = 1000;
 
 std::vector<std::string> arch_names();
 // Throws USAGE, with the nearest name, if `name` is unknown.
@@ -97,7 +97,7 @@ const Arch& arch_named(std::string_view name);
 // transformers fills its files).
 //
 // `layers` 0 means the hub's number of layers. Throws USAGE if `layers` is negative or over
-// kMostLayers.
+// kMaxLayers.
 // The MTP layer (`model.layers.61.*`, `mtp.*`) is included only with the hub's number of layers.
 //
 // Without `dtype` all tensors have the hub's dtypes, codes and scales included. With `dtype` the

@@ -66,7 +66,7 @@ constexpr std::array<OnlyValue, 10> kOnlyValues = {{
 }};
 
 constexpr int64_t kLargestSize = 1'000'000;
-constexpr size_t kMostTensors = 500'000;
+constexpr size_t kMaxTensors = 500'000;
 
 // The members of a config.json by key: "vision_config.depth", "architectures[0]". Booleans are 0 or
 // 1, an array has its length. A null counts as absent.
@@ -197,7 +197,7 @@ DType dtype_of(const ConfigMembers& members) {
 
 ArchVariant variant_of(const Family& family, const ConfigMembers& members) {
   ArchVariant variant;
-  variant.layers = static_cast<int>(members.needed({"num_hidden_layers", "n_layer"}, kMostLayers));
+  variant.layers = static_cast<int>(members.needed({"num_hidden_layers", "n_layer"}, kMaxLayers));
   variant.dtype = dtype_of(members);
   variant.is_quantised = !members.text("quantization_config.quant_method").empty();
   variant.mtp_layers = static_cast<int>(members.size("num_nextn_predict_layers"));
@@ -253,7 +253,7 @@ ArchWidths widths_of(const Family& family, const ConfigMembers& members) {
 
 void TensorList::add(std::string fqn, DType dtype, std::vector<int64_t> shape) {
   const bool has_size = std::find(shape.begin(), shape.end(), 0) == shape.end();
-  if (!has_size || !checked_bytes(dtype, shape) || tensors_.size() == kMostTensors) {
+  if (!has_size || !checked_bytes(dtype, shape) || tensors_.size() == kMaxTensors) {
     fail(Category::format_schema, "a size is missing or too large",
          {.tensor = std::move(fqn), .got = shape_text(shape)});
   }

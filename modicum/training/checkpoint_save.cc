@@ -39,8 +39,8 @@ std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const CheckpointInFlight&
 // The first damage in a checkpoint, which several threads read.
 std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
                                      FunctionRef<void()> poll) {
-  constexpr int kMostReaders = 4;  // each holds 4 MiB and the checkpoint's record
-  const int readers = std::min(usable_cpus(), kMostReaders);
+  constexpr int kMaxReaders = 4;  // each holds 4 MiB and the checkpoint's record
+  const int readers = std::min(usable_cpus(), kMaxReaders);
   std::vector<std::optional<Error>> damages(static_cast<size_t>(readers));
   run_workers(readers, [&](int reader) {
     damages[static_cast<size_t>(reader)] = damage_of_checkpoint(

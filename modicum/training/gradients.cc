@@ -26,7 +26,7 @@ void for_each_part(const AdamW& state, const Fn& fn) {
   }
 }
 
-constexpr auto kMostThreads = static_cast<int>(kGradientStagingBytes / kGradientChunkBytes);
+constexpr auto kMaxThreads = static_cast<int>(kGradientStagingBytes / kGradientChunkBytes);
 
 }  // namespace
 
@@ -53,7 +53,7 @@ void for_each_chunk(const AdamW& state, int threads,
 
 MadeGradients::MadeGradients(uint64_t seed, int threads, Ledger& ledger)
     : seed_(seed),
-      threads_(std::min(threads, kMostThreads)),
+      threads_(std::min(threads, kMaxThreads)),
       staging_(ledger.charge(Purpose::staging, kGradientStagingBytes)) {}
 
 float* MadeGradients::chunk(int thread) const noexcept {

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <map>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "modicum/training/save_ranks.h"
@@ -49,22 +52,74 @@ void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
   if (refusal) report.wider_refusal = refusal;
 }
 
-void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {
+// The runs whose promises are those of a save and of a resume.
+struct JobRuns {
+  Run saving, resuming;
+};
+
+JobRuns job_runs(const RunFlags& flags, Run run) {
   const SaveForm form;
   const StateFiles state(run);
   const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
   const SavePlan plan(run.checkpoint, loaded, form);
-  const Run resuming = resuming_run(flags, run, plan, state);
+  Run resuming = resuming_run(flags, run, plan, state);
   run.options.save = save_footprint_of(run, form, &state);
+  return {std::move(run), std::move(resuming)};
+}
+
+bool is_in(const JobPromise& job, const Budget& budget) {
+  return fits(job.save, budget) && fits(job.resume, budget);
+}
+
+void add_jobs(const RunFlags& flags, const Run& run, PlanReport& report) {
+  const JobRuns runs = job_runs(flags, run);
   for (StrategyReport& strategy_report : report.strategies) {
     const Strategy& strategy = strategy_named(strategy_report.strategy);
-    strategy_report.job = {plan_run(run, strategy, report.budget).promise,
-                           plan_run(resuming, strategy, report.budget).promise};
-    if (!report.budget || &strategy != run.options.strategy) continue;
-    report.job_fits = fits(strategy_report.job->save, *report.budget) &&
-                      fits(strategy_report.job->resume, *report.budget);
+    strategy_report.job = {plan_run(runs.saving, strategy, report.budget).promise,
+                           plan_run(runs.resuming, strategy, report.budget).promise};
+    if (report.budget && &strategy == run.options.strategy)
+      report.job_fits = is_in(*strategy_report.job, *report.budget);
   }
 }
+
+// To be called in a handler of `error`: throws it again unless it says that a state can't be saved.
+void require_no_save(const Error& error) {
+  if (error.category() != Category::unsupported && error.category() != Category::mismatch) throw;
+}
+
+// A FitsJob. Opens a run once for each dtype and state format.
+class JobFit {
+ public:
+  explicit JobFit(const std::optional<Budget>& budget) : budget_(budget) {}
+
+  // Also true if no save is predicted.
+  bool operator()(const RunFlags& flags, const Run& run, const PlanOptions& options) {
+    const std::optional<JobRuns>& runs = runs_of(flags, run);
+    if (!runs) return true;
+    const auto promise = [&](Run changed) {
+      changed.options.ranks_per_node = options.ranks_per_node;
+      changed.options.staging_bytes = options.staging_bytes;
+      changed.staging_given = !flags.staging.empty();
+      return plan_run(changed, *options.strategy, budget_).promise;
+    };
+    return is_in({promise(runs->saving), promise(runs->resuming)}, budget_.value());
+  }
+
+ private:
+  const std::optional<JobRuns>& runs_of(const RunFlags& flags, const Run& run) {
+    const auto [at, is_new] = runs_.try_emplace({flags.dtype, flags.optimizer});
+    if (!is_new || flags.on_device || flags.optimizer == "none") return at->second;
+    try {
+      at->second = job_runs(flags, open_run(*run.files, flags, Content::headers));
+    } catch (const Error& error) {
+      require_no_save(error);
+    }
+    return at->second;
+  }
+
+  const std::optional<Budget>& budget_;
+  std::map<std::pair<std::string, std::string>, std::optional<JobRuns>> runs_;
+};
 
 }  // namespace
 
@@ -81,7 +136,9 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
 
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan) {
   require_node_flags(flags, of_plan.node);
-  return plan_report(files, flags, of_plan, [&](const Run& run, PlanReport& report) {
+  std::optional<Budget> budget;
+  const auto extend = [&](const Run& run, PlanReport& report) {
+    budget = report.budget;
     if (!run.optimizer) return;
     if (run.on_device) {
       report.checkpoint.warnings.emplace_back("--device: a save and a resume are not predicted");
@@ -91,12 +148,13 @@ PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags&
       add_jobs(flags, run, report);
       if (of_plan.node.is_any()) add_timelines(run, of_plan.node, report);
     } catch (const Error& error) {
-      const Category why = error.category();
-      if (why != Category::unsupported && why != Category::mismatch) throw;
+      require_no_save(error);
       report.checkpoint.warnings.push_back(
           fmt::format("the memory of a save is not predicted: {}", error.what()));
     }
-  });
+  };
+  JobFit fits_job(budget);
+  return plan_report(files, flags, of_plan, {extend, fits_job});
 }
 
 }  // namespace modicum

@@ -7,18 +7,18 @@
 
 namespace modicum {
 
-// A token bucket: it gains `duty` of the time that passes, up to kMostNs, and each sample takes its
+// A token bucket: it gains `duty` of the time that passes, up to kMaxNs, and each sample takes its
 // cost, after which it may be below 0. It begins above 0, so that a short command is measured
 // exactly, too.
 class CpuAllowance {
  public:
   static constexpr double kFirstNs = 100 * kNsPerMs;
-  static constexpr double kMostNs = 500 * kNsPerMs;
+  static constexpr double kMaxNs = 500 * kNsPerMs;
 
   explicit CpuAllowance(double duty) noexcept : duty_(duty) {}
 
   void refill(int64_t elapsed_ns) noexcept {
-    left_ns_ = std::min(kMostNs, left_ns_ + duty_ * static_cast<double>(elapsed_ns));
+    left_ns_ = std::min(kMaxNs, left_ns_ + duty_ * static_cast<double>(elapsed_ns));
   }
   void spend(int64_t cost_ns) noexcept { left_ns_ -= static_cast<double>(cost_ns); }
   // Whether `rest_ns` are left after a reading that costs `cost_ns`. Below 0 `rest_ns` is a debt.

@@ -23,7 +23,7 @@ uint64_t Deaths::kills() const {
 
 void Deaths::follow(const std::vector<int>& pids) {
   for (const int pid : pids) {
-    if (followed_.size() >= kMostFollowed) return;
+    if (followed_.size() >= kMaxFollowed) return;
     if (followed_.contains(pid)) continue;
     const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (fd >= 0) followed_[pid] = fd;

@@ -18,7 +18,7 @@ namespace modicum {
 // Other processes, which a launcher ends because of the kill, end later.
 class Deaths {
  public:
-  static constexpr size_t kMostFollowed = 512;  // each takes one file descriptor
+  static constexpr size_t kMaxFollowed = 512;  // each takes one file descriptor
 
   // `groups`: the cgroups whose kills count.
   explicit Deaths(std::vector<MemoryCgroup> groups);
@@ -26,7 +26,7 @@ class Deaths {
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
 
-  // Opens a pidfd for each process that has none, until kMostFollowed are open or the limit on open
+  // Opens a pidfd for each process that has none, until kMaxFollowed are open or the limit on open
   // files is reached.
   void follow(const std::vector<int>& pids);
   // Adds all pidfds to the descriptors that the caller passes to poll(2).

@@ -33,7 +33,7 @@ ReportedMemory memory_in(const SelfReport& report) {
 
 // WatchedPhase::promised_bytes of a phase.
 std::optional<uint64_t> promised_in(const SelfReport& report, const std::string& phase) {
-  const size_t count = std::min<size_t>(report.promised_phases.load(), SelfReport::kMostPromised);
+  const size_t count = std::min<size_t>(report.promised_phases.load(), SelfReport::kMaxPromised);
   for (size_t i = 0; i < count; ++i) {
     if (report.promised[i].phase.text() != phase) continue;
     Footprint footprint = footprint_of(report.promised[i].bytes);
@@ -218,8 +218,8 @@ void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
   }
   const auto ended = std::count_if(known_.begin(), known_.end(),
                                    [](const KnownProcess& process) { return process.has_ended; });
-  if (static_cast<size_t>(ended) > 2 * kMostEnded) {
-    int64_t extra = ended - static_cast<int64_t>(kMostEnded);
+  if (static_cast<size_t>(ended) > 2 * kMaxEnded) {
+    int64_t extra = ended - static_cast<int64_t>(kMaxEnded);
     std::erase_if(known_,
                   [&](const KnownProcess& process) { return process.has_ended && extra-- > 0; });
   }
@@ -277,10 +277,10 @@ void ReportedProcesses::read_phases(KnownProcess& known, int64_t now_ns) {
 
 void ReportedProcesses::close(const WatchedPhase& phase) {
   phases_.push_back(phase);
-  if (phases_.size() > kMostPhases) join_phases();
+  if (phases_.size() > kMaxPhases) join_phases();
 }
 
-// Joins successive phases of one name in one process. If more than half of kMostPhases remain,
+// Joins successive phases of one name in one process. If more than half of kMaxPhases remain,
 // drops the oldest.
 void ReportedProcesses::join_phases() {
   std::map<int, size_t> last;  // by pid
@@ -295,8 +295,8 @@ void ReportedProcesses::join_phases() {
     joined.push_back(std::move(phase));
   }
   phases_ = std::move(joined);
-  if (phases_.size() <= kMostPhases / 2) return;
-  phases_.erase(phases_.begin(), phases_.end() - static_cast<ptrdiff_t>(kMostPhases / 2));
+  if (phases_.size() <= kMaxPhases / 2) return;
+  phases_.erase(phases_.begin(), phases_.end() - static_cast<ptrdiff_t>(kMaxPhases / 2));
 }
 
 void ReportedProcesses::end(KnownProcess& known, int64_t now_ns) {

@@ -80,9 +80,9 @@ class ReportedProcesses {
  public:
   // The most phases that have ended and are kept. If there are more, successive phases of one name
   // in one process are joined; if many remain, the oldest are dropped.
-  static constexpr size_t kMostPhases = 2048;
+  static constexpr size_t kMaxPhases = 2048;
   // Reports of ended processes. Once there are more than twice as many, the oldest are dropped.
-  static constexpr size_t kMostEnded = 256;
+  static constexpr size_t kMaxEnded = 256;
 
   // Whether a living process still runs the program that began its report.
   using IsSameProgram = std::function<bool(int pid)>;
@@ -104,7 +104,7 @@ class ReportedProcesses {
   WatchedPhase phase_of(int pid) const;
 
   std::optional<uint64_t> budget_bytes() const noexcept { return budget_bytes_; }
-  // The phases so far (see kMostPhases), sorted by begin. Phases that have not ended get `now_ns`
+  // The phases so far (see kMaxPhases), sorted by begin. Phases that have not ended get `now_ns`
   // as their end.
   std::vector<WatchedPhase> phases(int64_t now_ns) const;
 

@@ -292,7 +292,7 @@ TEST(ReportedProcesses, WhateverIsWrittenIsBounded) {
   SelfReport& report = *table.claim(7, UINT64_MAX);
   report.promised_phases.store(UINT32_MAX);
   report.phases_begun.store(UINT64_MAX);
-  for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
+  for (size_t i = 0; i < SelfReport::kMaxPhases; ++i) {
     begin(report, i, UINT64_MAX - i, "\n\x1b[31m", i % 2 == 0 ? INT64_MAX : INT64_MIN);
     report.phases[i].end_ns.store(i % 3 == 0 ? INT64_MIN : INT64_MAX);
   }
@@ -316,13 +316,13 @@ TEST(ReportedProcesses, ManyPhasesOfOneNameAreJoined) {
   begin(report, 0, 1, "load", 0);
   report.phases[0].end_ns.store(kNsPerMs);
   for (int64_t step = 1; step <= 10'000; ++step) {
-    const size_t place = static_cast<size_t>(step) % SelfReport::kMostPhases;
+    const size_t place = static_cast<size_t>(step) % SelfReport::kMaxPhases;
     begin(report, place, static_cast<uint64_t>(step) + 1, "step", step * kNsPerMs);
     report.phases[place].end_ns.store((step + 1) * kNsPerMs);
     reported.read((step + 1) * kNsPerMs, alive);
   }
   const auto phases = reported.phases(20'000 * kNsPerMs);
-  EXPECT_LE(phases.size(), ReportedProcesses::kMostPhases);
+  EXPECT_LE(phases.size(), ReportedProcesses::kMaxPhases);
   EXPECT_EQ(phases.front().name, "load");
   EXPECT_DOUBLE_EQ(phases.back().end_s, 10.001);
 }

@@ -8,15 +8,15 @@
 namespace modicum {
 namespace {
 
-constexpr double kAmpleNs = 50 * kNsPerMs;       // left of the allowed CPU time
-constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
-constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
+constexpr double kAmpleNs = 50 * kNsPerMs;      // left of the allowed CPU time
+constexpr double kMaxDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
+constexpr double kMaxCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
 constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while much is allowed
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before an exact reading
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;     // the interval of reading page faults
 constexpr uint64_t kFaultsOfCopying = 256;             // 1 MiB of copied pages
 constexpr double kLongCopyingNs = 1.0 * kNsPerSecond;  // after this a reading no longer waits
-// The time between two readings when kMostDebtNs are owed; in proportion, when less is.
+// The time between two readings when kMaxDebtNs are owed; in proportion, when less is.
 constexpr double kLongestCreditNs = 10.0 * kNsPerSecond;
 // The rank is read in a process's first samples: an exec soon after the fork may change it.
 constexpr int kRankReads = 3;
@@ -25,7 +25,7 @@ constexpr uint64_t kLeastChange = 4 * kMiB;
 constexpr int64_t kKindsEveryNs = 100 * kNsPerMs;  // at most
 constexpr int64_t kOldKindsNs = 10 * kNsPerSecond;
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
-constexpr size_t kMostRecent = 256;
+constexpr size_t kMaxRecent = 256;
 // The Pss of a new process that is this small is read with its first status: that takes at most
 // about 2 ms.
 constexpr uint64_t kSmallBytes = 32 * kMiB;
@@ -35,7 +35,7 @@ uint64_t step_of(uint64_t bytes) noexcept { return std::max(kMiB, bytes / 64); }
 uint64_t distance(uint64_t a, uint64_t b) noexcept { return a > b ? a - b : b - a; }
 
 double most_cost_ns(uint64_t bytes) noexcept {
-  return kMostCostPerByteNs * static_cast<double>(bytes);
+  return kMaxCostPerByteNs * static_cast<double>(bytes);
 }
 
 }  // namespace
@@ -110,7 +110,7 @@ void TreeSampler::add(int pid) {
   take_status(tracked, std::move(*status));
   tracked.anon_then = tracked.status.rss_anon;
   ++left_out_;
-  if (processes_.size() < kMostProcesses) give_record(tracked, seconds(then_ns_));
+  if (processes_.size() < kMaxProcesses) give_record(tracked, seconds(then_ns_));
   if (!tracked.may_be_in_parents && tracked.rss_bytes() <= kSmallBytes) read_pss_of(tracked);
   tracked_.push_back(std::move(tracked));
 }
@@ -282,7 +282,7 @@ bool TreeSampler::has_copied(int64_t now) {
   const auto age_ns = static_cast<double>(now - exact_at_ns_);
   const bool is_copying = more >= kFaultsOfCopying / 4 && age_ns < kLongCopyingNs;
   const bool is_paid = allowance_.leaves(kAmpleNs, most_cost_ns(rss_before_));
-  const bool is_due = age_ns >= kLongestCreditNs * allowance_.debt_ns() / kMostDebtNs;
+  const bool is_due = age_ns >= kLongestCreditNs * allowance_.debt_ns() / kMaxDebtNs;
   return faults_since_ >= kFaultsOfCopying && (is_paid || (!is_copying && is_due));
 }
 
@@ -298,7 +298,7 @@ TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
     return Reading::pss;
   }
   if (owed_ == Owed::nothing || !is_steady) return Reading::status;
-  const double rest_ns = owed_ == Owed::new_copies ? -kMostDebtNs / 2 : 0;
+  const double rest_ns = owed_ == Owed::new_copies ? -kMaxDebtNs / 2 : 0;
   return allowance_.leaves(rest_ns) ? Reading::copies : Reading::status;
 }
 
@@ -313,7 +313,7 @@ bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) {
     if (may_have_huge_pages()) return true;
     rss_of_small_pages_ = sum;
   }
-  if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMostDebtNs : 0)) return false;
+  if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMaxDebtNs : 0)) return false;
   if (sum <= peak_bytes_ || beyond_estimate() <= step / 2) return false;
   return has_new_copies || has_grown || (is_steady && distance(sum, rss_at_exact_) > step / 2);
 }
@@ -424,7 +424,7 @@ void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {
   if (held_bytes > 0) tracked.rss_when_held = tracked.rss_bytes();
   sample.held_bytes += held_bytes;
   sample.page_cache_bytes += tracked.status.rss_file;
-  const bool is_large = processes_.size() < 8 * kMostProcesses && held_bytes > peak_bytes_ / 64;
+  const bool is_large = processes_.size() < 8 * kMaxProcesses && held_bytes > peak_bytes_ / 64;
   if (!tracked.process && is_large) give_record(tracked, sample.at_s);
   const OwnedMemory owned = divided(tracked, held_bytes);
   if (!tracked.process) {
@@ -448,7 +448,7 @@ void TreeSampler::record_sample(int64_t now) {
   for (TrackedProcess& tracked : tracked_) record_share(tracked, sample);
   std::sort(sample.shares.begin(), sample.shares.end(),
             [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-  while (sample.shares.size() > kMostShares) {
+  while (sample.shares.size() > kMaxShares) {
     sample.others += sample.shares.back().owned;
     sample.shares.pop_back();
   }
@@ -486,7 +486,7 @@ void TreeSampler::keep(WatchSample sample) {
   timeline_.add(sample);
   const double begin_s = sample.at_s - static_cast<double>(kRecentNs) / kNsPerSecond;
   recent_.push_back(std::move(sample));
-  while (recent_.size() > kMostRecent || recent_.front().at_s < begin_s) recent_.pop_front();
+  while (recent_.size() > kMaxRecent || recent_.front().at_s < begin_s) recent_.pop_front();
 }
 
 }  // namespace modicum

@@ -60,10 +60,10 @@ class TreeSampler {
  public:
   static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;  // except near the limit
   static constexpr int64_t kPauseNearLimitNs = 4 * kNsPerMs;
-  static constexpr size_t kMostShares = 64;  // in one sample
+  static constexpr size_t kMaxShares = 64;  // in one sample
   // This many processes get a WatchedProcess when they are found. Later ones get one when they hold
   // more than 1/64 of the peak, up to 8 times as many in all; the others count in the sums only.
-  static constexpr size_t kMostProcesses = 512;
+  static constexpr size_t kMaxProcesses = 512;
 
   TreeSampler(Clock& clock, SamplerOptions options);
 

@@ -133,7 +133,7 @@ TEST(Sampler, ThinningKeepsThePeak) {
   ASSERT_NE(record.peak(), nullptr);
   EXPECT_EQ(record.peak()->held_bytes, record.peak_bytes);
   EXPECT_DOUBLE_EQ(record.peak()->at_s, record.peak_at_s);
-  EXPECT_LE(record.samples.size(), Timeline::kMostSamples);
+  EXPECT_LE(record.samples.size(), Timeline::kMaxSamples);
   for (const WatchSample& sample : record.samples) ASSERT_EQ(sum_of(sample), sample.held_bytes);
 }
 
@@ -302,7 +302,7 @@ TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
 }
 
 // Two processes that share their memory since a fork, until one writes all of it. Two expensive
-// samples leave a debt below kMostDebtNs (1 s), eight a larger one.
+// samples leave a debt below kMaxDebtNs (1 s), eight a larger one.
 TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
   for (const int samples : {2, 8}) {
     SampledTree tree;
@@ -588,7 +588,7 @@ TEST(Sampler, ManySmallProcessesAreOneSum) {
   const WatchRecord record = tree.finish();
   ASSERT_EQ(record.samples.size(), 1U);
   const WatchSample& sample = record.samples[0];
-  EXPECT_EQ(sample.shares.size(), TreeSampler::kMostShares);
+  EXPECT_EQ(sample.shares.size(), TreeSampler::kMaxShares);
   EXPECT_GT(sample.others.total_bytes(), 0U);
   EXPECT_EQ(sum_of(sample), sample.held_bytes);
   EXPECT_EQ(sample.held_bytes, (100 + 199) * 100 / 2 * kKiB);

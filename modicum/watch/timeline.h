@@ -9,21 +9,22 @@
 
 namespace modicum {
 
-// Keeps one sample per bucket of time: the one in which the tree held most, so the peak is never
-// lost. When there are too many samples, buckets become twice as wide:
+// Keeps one sample per interval of time: the one in which the process tree held the most memory, so
+// the peak is never lost. If there are too many samples, intervals become twice as wide, until at
+// most half as many are left:
 //
 //   added     1 | 3 2 | 5 | 4
-//   kept      1 | 3   | 5 | 4          buckets of 20 ms
-//   kept        3     |   5            buckets of 40 ms
+//   kept      1 | 3   | 5 | 4          intervals of 20 ms
+//   kept        3     |   5            intervals of 40 ms
 class Timeline {
  public:
-  static constexpr size_t kMostSamples = 600;
+  static constexpr size_t kMaxSamples = 600;
 
   void add(const WatchSample& sample);
   std::vector<WatchSample>& samples() noexcept { return samples_; }
 
  private:
-  int64_t bucket_of(const WatchSample& sample) const noexcept;
+  int64_t interval_of(const WatchSample& sample) const noexcept;
   void put(WatchSample sample);
 
   double width_s_ = 0.02;

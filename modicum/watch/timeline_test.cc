@@ -22,10 +22,10 @@ TEST(Timeline, KeepsThePeakInBoundedMemory) {
   constexpr int kSamples = 100'000, kPeak = 12'345;
   for (int i = 0; i < kSamples; ++i) {
     timeline.add(sample(0.02 * i, i == kPeak ? kGiB : kMiB + static_cast<uint64_t>(i % 7)));
-    ASSERT_LE(timeline.samples().size(), Timeline::kMostSamples);
+    ASSERT_LE(timeline.samples().size(), Timeline::kMaxSamples);
   }
   const auto& kept = timeline.samples();
-  EXPECT_GT(kept.size(), Timeline::kMostSamples / 3);
+  EXPECT_GT(kept.size(), Timeline::kMaxSamples / 3);
   const auto peak = std::max_element(kept.begin(), kept.end(),
                                      [](auto& a, auto& b) { return a.held_bytes < b.held_bytes; });
   EXPECT_EQ(peak->held_bytes, kGiB);
@@ -48,11 +48,11 @@ TEST(Timeline, TheLargestSampleOfABucketIsKept) {
 // Samples are so far apart that doubling the buckets once merges none.
 TEST(Timeline, SparseSamplesAreThinnedToo) {
   Timeline timeline;
-  for (size_t i = 0; i < 2 * Timeline::kMostSamples; ++i) {
+  for (size_t i = 0; i < 2 * Timeline::kMaxSamples; ++i) {
     timeline.add(sample(3600.0 * static_cast<double>(i), i));
   }
-  EXPECT_LE(timeline.samples().size(), Timeline::kMostSamples);
-  EXPECT_EQ(timeline.samples().back().held_bytes, 2 * Timeline::kMostSamples - 1);
+  EXPECT_LE(timeline.samples().size(), Timeline::kMaxSamples);
+  EXPECT_EQ(timeline.samples().back().held_bytes, 2 * Timeline::kMaxSamples - 1);
 }
 
 }  // namespace

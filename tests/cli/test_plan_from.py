@@ -124,10 +124,11 @@ def test_a_job_that_does_not_fit_is_named(
     planned = run_json(modicum, "plan", *flags, "--from", path)
     assert (planned["fits"], planned["job_fits"]) == (True, False)
     sentence = planned["from"]["sentence"]
-    assert sentence.endswith(
-        "; the planned load fits, but the save, or a "
-        f"resume by the same number of ranks: needed {sizes(needed)}, short by 1 B"
-    )
+    assert (
+        "; the planned load fits, but the save, or a resume by the same number of ranks: needed "
+        f"{sizes(needed)}, short by 1 B; the cheapest change that fits is "
+    ) in sentence
+    assert planned["from"]["change"] == planned["would_fit"][0]
     done = run(modicum, "plan", *flags, "--from", path, "--reference", "--json")
     assert done.code == 15 and done.json["rl_fits"] is False
     assert (

@@ -146,7 +146,7 @@ def parameters_move(memory: str, folder: Path) -> None:
             steps(mine, ours, 1)  # the allocator has returned the same addresses
             continue
         for call in (ours.step, ours.state_dict, ours.digest):
-            refused(call, "AdamW has state of", change)
+            refused(call, "for which AdamW has state", change)
 
 
 def parameters_are_freed(memory: str, folder: Path) -> None:

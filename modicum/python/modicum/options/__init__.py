@@ -74,7 +74,8 @@ class SaveOptions(Options):
     the saved one gets; None: the checkpoint that was loaded."""
     dtype: "torch.dtype | str | None" = None
     """The dtype of all tensors that can be cast, a torch.dtype or its name ("bfloat16" or "bf16");
-    rounds nothing of an optimizer; None: as in the model."""
+    refused if it would round a parameter that is saved as its own master (convert the checkpoint
+    afterwards); None: as in the model."""
     shard_size: Size | None = None
     """The largest size of a file, bytes or text ("5GB"); None: the source's division."""
     unused: Literal["copy", "drop"] | None = None

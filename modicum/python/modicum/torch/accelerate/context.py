@@ -56,12 +56,16 @@ def loading(
     would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     accelerate shards by FSDP2 on devices only: on the CPU alone it takes DDP or shards nothing,
-    which is refused. There, in a script without an `Accelerator`, build the model in the context,
-    shard it by `fully_shard`, and call `Loading.fill`. The context must enclose `from_pretrained`,
-    `prepare` or `Trainer.train`, and `save_state` and `load_state`: outside of it accelerate saves
-    and loads by itself. In it `accelerator.save_model` and `Trainer.save_model` write Hugging Face
-    files through Modicum (docs/guide/accelerate.md). Every rank enters it with the same arguments,
-    on one thread. The innermost of nested contexts applies.
+    which is refused. There a script shards by `fully_shard` itself and calls `modicum.torch.load`,
+    `save` and `resume`; without an `Accelerator` (a `PartialState` is allowed) it may also build
+    the model in the context, shard it and call `Loading.fill`.
+
+    The context must enclose `from_pretrained`, `prepare` or `Trainer.train`, and `save_state` and
+    `load_state`: outside of it accelerate saves and loads by itself. A directory of `save_state` is
+    one checkpoint, complete if it has COMMIT; `load_state` of another raises `IntegrityError` and
+    does not go on to an older one. In the context `accelerator.save_model` and `Trainer.save_model`
+    write Hugging Face files through Modicum (docs/guide/accelerate.md). Every rank enters it with
+    the same arguments, on one thread. The innermost of nested contexts applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.

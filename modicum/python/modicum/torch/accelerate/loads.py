@@ -39,7 +39,8 @@ class Loading:
 
     def fill(self, model: nn.Module) -> None:
         """Loads a model that was built in the context and is not passed to `Accelerator.prepare`,
-        with its present sharding. Does nothing if the model has values. Collective."""
+        with its present sharding. Does nothing if the model has values. The budget does not
+        include an optimizer's state; that of `modicum.torch.load(optimizer=)` does. Collective."""
         self._fill(model)
 
     def unfilled(self) -> list[nn.Module]:

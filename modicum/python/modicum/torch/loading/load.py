@@ -54,9 +54,11 @@ def load(
         optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The budget covers
             their state, which is allocated after the load. With a single one it also covers a save
             of model and state, or a warning names the reason why not.
-        budget: host memory per node, bytes or text ("200GiB"). It includes what the processes hold
-            already. "none": no limit. None: the budget of `loading()` or the ledger's limit, or
-            what the cgroup and the node have left.
+        budget: host memory per node, bytes or text ("200GiB"). It includes what the rank
+            processes hold already, but not what others allocate later: activations, and on the CPU
+            torch's `grad` of bfloat16 parameters with fp32 (2 bytes per element).
+            "none": no limit. None: the budget of `loading()` or the ledger's limit, or what the
+            cgroup and the node have left.
         dtype: the dtype of tensors that `from_pretrained` would cast, a torch.dtype or its name
             ("bfloat16" or "bf16"); None: each parameter's own.
         rules: what may differ between the source and the model: `LoadRules`.

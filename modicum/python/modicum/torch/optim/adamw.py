@@ -15,7 +15,7 @@ from modicum.options import MemoryPolicy, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (
-    Wants,
+    NeedsState,
     changed_since,
     hook,
     listed,
@@ -223,12 +223,12 @@ class AdamW(torch.optim.Optimizer):
         return parameter.requires_grad or has_values
 
     @torch.no_grad()
-    def _take_up(self, wants: Wants, groups: Sequence[dict[str, Any]]) -> None:
+    def _take_up(self, needs_state: NeedsState, groups: Sequence[dict[str, Any]]) -> None:
         """Allocates state, with the options of `groups`, for all parameters that have none and for
-        which `wants` is true. Entries of `state` become its values. After an error `_all_or_none`
-        frees the new state."""
+        which `needs_state` is true. Entries of `state` become its values. After an error
+        `_all_or_none` frees the new state."""
         bound = self._bound
-        parts = new_parts(self.param_groups, wants, bound.slots, self.state_format)
+        parts = new_parts(self.param_groups, needs_state, bound.slots, self.state_format)
         if not parts:
             return
         try:
@@ -492,9 +492,9 @@ class AdamW(torch.optim.Optimizer):
         return self._bound.holdings()
 
     def digest(self) -> dict[str, int]:
-        """Digests of this rank's fp32 values with their names and global indices: `state` (masters
-        and moments) and `master` (masters). The sum modulo 2^64 over ranks with different shards
-        does not depend on the sharding."""
+        """Digests, as ints, of this rank's fp32 values with their names and global indices: `state`
+        (masters and moments) and `master` (masters). The sum modulo 2^64 over ranks with different
+        shards does not depend on the sharding."""
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         return self._bound.digest()

@@ -29,28 +29,28 @@ Group = dict[str, Any]
 # ---- binding
 
 
-Wants = Callable[[nn.Parameter], bool]
+NeedsState = Callable[[nn.Parameter], bool]
 
 
 def new_parts(
     groups: Sequence[Group],
-    wants: Wants,
+    needs_state: NeedsState,
     bound: Collection[Part],
     state_format: str,
     memories: Mapping[int, Memory] | None = None,
 ) -> list[Part]:
-    """A part for each parameter in `groups` that has none in `bound` and for which `wants` is true,
-    in the groups' order. Raises `UsageError` for a parameter that can't be stepped in place, for
-    equal names, and for shared memory.
+    """A part for each parameter in `groups` that has none in `bound` and for which `needs_state` is
+    true, in the groups' order. Raises `UsageError` for a parameter that can't be stepped in place,
+    for equal names, and for shared memory.
 
     Args:
         state_format: as for `part_of`.
-        memories: the memory that parameters on meta will have, by id of the parameter. The parts of
-            these serve only to count bytes of state.
+        memories: the memory that parameters on meta will have, by id of the parameter. A part
+            with such a memory serves only to count bytes of state.
     """
     known = {id(part.parameter) for part in bound}
     memories = memories or {}
-    if not any(id(p) not in known and wants(p) for group in groups for p in group["params"]):
+    if not any(id(p) not in known and needs_state(p) for group in groups for p in group["params"]):
         return []
     require_known()
     shardings = Shardings()
@@ -58,19 +58,19 @@ def new_parts(
     names: set[str] = set()
     for listed in listed_in(groups):
         if listed.name in names:
-            raise refusal("USAGE", "two parameters have one name", tensor=listed.name)
+            raise refusal("USAGE", "two parameters have the same name", tensor=listed.name)
         names.add(listed.name)
         parameter = listed.parameter
-        if id(parameter) not in known and wants(parameter):
+        if id(parameter) not in known and needs_state(parameter):
             parts.append(part_of(listed, state_format, shardings, memories.get(id(parameter))))
     _refuse_overlaps([*bound, *(part for part in parts if id(part.parameter) not in memories)])
     return parts
 
 
-def on_meta(groups: Sequence[Group], wants: Wants) -> list[nn.Parameter]:
-    """The parameters on meta for which `wants` is true."""
+def on_meta(groups: Sequence[Group], needs_state: NeedsState) -> list[nn.Parameter]:
+    """The parameters on meta for which `needs_state` is true."""
     parameters = (p for group in groups for p in group["params"])
-    return [p for p in parameters if p.is_meta and wants(p)]
+    return [p for p in parameters if p.is_meta and needs_state(p)]
 
 
 def meshes_of(groups: Iterable[Group]) -> list[Any]:
@@ -124,20 +124,22 @@ def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
 
 def changed_since(parts: Collection[Part], groups: Sequence[Group]) -> UsageError | None:
     """An error that names the first parameter which was replaced or moved since `parts` were bound,
-    or None. Parameters without a part may change."""
+    or None. Parameters without a part may be replaced, but none may be removed or inserted before
+    one with a part."""
     indexed = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
     for part in parts:
         index, parameter = indexed[part.at] if part.at < len(indexed) else (-1, None)
         if parameter is None:
-            what = "param_groups lacks a parameter that AdamW has state of"
+            what = "param_groups lacks a parameter for which AdamW has state"
             return refusal("USAGE", what, tensor=part.name)
         if parameter is not part.parameter or index != part.group:
-            what = "param_groups holds another parameter than the one that AdamW has state of: "
-            what += "make AdamW after what replaces parameters, as fully_shard and prepare do"
+            what = "param_groups holds another parameter than the one for which AdamW has state: "
+            what += "create AdamW after fully_shard, prepare or any other call that replaces "
+            what += "parameters"
             return refusal("USAGE", what, tensor=part.name)
         if place_of(parameter) != part.place:
-            what = "a parameter has other memory than when AdamW was made, and AdamW has state of "
-            what += "it: make AdamW after what moves or replaces its memory"
+            what = "the memory of a parameter for which AdamW has state was moved or replaced: "
+            what += "create AdamW after that"
             return refusal("USAGE", what, tensor=part.name)
     ids = {id(part.parameter) for part in parts}
     if sum(id(p) in ids for _, p in indexed) != len(ids):
@@ -157,8 +159,9 @@ def refuse_lost(lacking: Sequence[Part], parts: Collection[Part]) -> None:
     for part in lacking:
         if id(part.parameter) in live or part.parameter.shape not in shapes:
             continue
-        what = "a parameter without a gradient is in no module any more, and one in its place has "
-        what += "a gradient: make AdamW after what replaces parameters, as fully_shard does"
+        what = "a parameter without a gradient is in no module any more, and another of its shape "
+        what += "has a gradient: create AdamW after fully_shard or any other call that replaces "
+        what += "parameters"
         raise refusal("USAGE", what, tensor=part.name)
 
 

@@ -1,7 +1,7 @@
-"""What other rooms read and change of a `modicum.torch.AdamW` besides its public methods."""
+"""Access for other rooms to those parts of a `modicum.torch.AdamW` without a public method."""
 
 from modicum.torch.optim.adamw import AdamW
-from modicum.torch.optim.binding import Wants
+from modicum.torch.optim.binding import NeedsState
 from modicum.torch.optim.bound import BoundParameters
 
 
@@ -10,17 +10,17 @@ def bound_of(optimizer: AdamW) -> BoundParameters:
     return optimizer._bound
 
 
-def trained_by(optimizer: AdamW) -> Wants:
-    """Whether a step of the optimizer would need a parameter's state."""
+def trained_by(optimizer: AdamW) -> NeedsState:
+    """The predicate: whether a step of the optimizer would need a parameter's state."""
     return optimizer._trains
 
 
 def unbind_changed(optimizer: AdamW) -> None:
-    """Frees all state if parameters were replaced or moved. Raises `UsageError` if values would be
-    lost."""
+    """Frees all state if parameters were replaced or moved. Raises `UsageError` if that would
+    lose values."""
     optimizer._unbind_changed()
 
 
 def note_loaded(optimizer: AdamW) -> None:
-    """Notes that the state has loaded values, which a later unbinding would lose."""
+    """Records that the state contains loaded values, which a later unbinding would lose."""
     optimizer._has_loaded = True

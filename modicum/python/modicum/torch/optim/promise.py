@@ -36,10 +36,10 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
     """The bytes that `optimizer.allocate()` would charge if the parameters on meta had `memories`,
     by id of the parameter; no bytes if `memories` lacks a parameter on meta that trains. Raises
     `BudgetError` if the optimizer's ledger lacks room."""
-    groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.slots
-    if any(id(parameter) not in memories for parameter in on_meta(groups, wants)):
+    groups, needs_state, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.slots
+    if any(id(parameter) not in memories for parameter in on_meta(groups, needs_state)):
         return Needs()
-    parts = new_parts(groups, wants, bound, optimizer.state_format, memories)
+    parts = new_parts(groups, needs_state, bound, optimizer.state_format, memories)
     options = optimizer._checked(groups)
     needed: Any = footprint(parts, options, fork=optimizer._fork)
     optimizer.ledger.require_room(needed, called(parts))

@@ -123,7 +123,8 @@ def protect(*sources: Any) -> Protection:
     only masters, gradients, moments, staging or ZeRO-3's offloaded weights; not to other weights,
     which a worker may use.
     Tensors that an optimizer allocates later (its moments, in the first step) are protected at the
-    end of that step. Calling it twice is harmless.
+    end of that step. A gradient that a later backward allocates is not: keep them with
+    `zero_grad(set_to_none=False)`. Calling it twice is harmless.
 
     If a child uses a protected tensor, torch's functions raise `UsageError`; an access that
     bypasses them ends the child with SIGSEGV, and never reads other data. Workers of a data loader

@@ -112,7 +112,8 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
     step and the save take longer than the scheduler's grace: the previous checkpoint stays. At its
     end the context waits for a save in the background, as `AsyncSave.result` does; a SIGTERM that
     comes after the last `after_step` ends the process then, with that checkpoint committed. Rank 0
-    prints the exit to stderr: "modicum: SIGTERM: saved PATH at step N, exiting 143".
+    prints the exit to stderr: "modicum: SIGTERM: saved PATH at step N, exiting 143". torchrun
+    itself then ends with its own code, 1.
 
     Args:
         save: saves, on every rank: a call of `save` or `async_save`, or of accelerate's
