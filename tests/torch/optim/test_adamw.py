@@ -722,7 +722,7 @@ def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
         (lambda m: AdamW(m.to("meta").parameters()).step(), "on meta"),
         (lambda m: AdamW(m.double().parameters()), "its dtype .*float32, bfloat16 or float16"),
         (lambda m: AdamW([nn.Parameter(torch.ones(4, 6)[:, ::2])]), "gaps between them"),
-        (lambda m: AdamW([("a", m.first.weight), ("a", m.first.bias)]), "one name"),
+        (lambda m: AdamW([("a", m.first.weight), ("a", m.first.bias)]), "the same name"),
         (lambda m: AdamW(m.parameters(), memory=MemoryPolicy(pin=True)), "needs CUDA"),
         (lambda m: copy.deepcopy(AdamW(m.parameters())), "not copied or pickled"),
         (lambda m: pickle.dumps(AdamW(m.parameters())), "not copied or pickled"),
