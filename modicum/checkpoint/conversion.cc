@@ -145,10 +145,7 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
       inputs_(inputs.digest) {
   refuse_existing();
   refuse_links();
-  if (!files_.is_directory(parent_)) {
-    files_.make_directory(parent_);
-    is_durable_ = files_.sync_directory(parent_path(parent_));
-  }
+  if (ensure_directory(files_, parent_)) is_durable_ = files_.sync_directory(parent_path(parent_));
   become_owner(inputs);
   try {
     refuse_existing();  // since the first check another process may have published it

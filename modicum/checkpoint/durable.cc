@@ -130,4 +130,14 @@ bool replace_durably(FileSystem& files, const Replacement& file, const std::stri
   return files.sync_directory(file.directory);
 }
 
+bool ensure_directory(FileSystem& files, const std::string& path) {
+  if (files.is_directory(path)) return false;
+  try {
+    files.make_directory(path);
+  } catch (const Error& error) {
+    if (error.category() != Category::conflict || !files.is_directory(path)) throw;
+  }
+  return true;
+}
+
 }  // namespace modicum

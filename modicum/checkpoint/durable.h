@@ -54,4 +54,8 @@ bool replace_durably(FileSystem& files, const Replacement& file, const std::stri
 // As replace_durably, but does not sync the directory.
 void replace(FileSystem& files, const Replacement& file, const std::string& text);
 
+// Makes the directory unless it exists. Returns whether it did not; another process may make it at
+// the same time. Its name is not durable yet. Throws IO, NOSPACE.
+bool ensure_directory(FileSystem& files, const std::string& path);
+
 }  // namespace modicum

@@ -1,8 +1,11 @@
 // Models of the Hugging Face Hub: the local cache, and directories of their headers.
 #include <fmt/format.h>
+#include <pwd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <regex>
 
 #include "modicum/checkpoint/parts.h"
 
@@ -18,11 +21,38 @@ bool is_component(std::string_view name) {
          name.find_first_not_of(kLegal) == std::string_view::npos;
 }
 
-// The value of a variable of the environment, with HOME in place of a tilde before a slash.
-std::string variable(const char* name) {
-  const char* const value = std::getenv(name);
-  const std::string text = value == nullptr ? "" : value;
-  return text.starts_with("~/") ? join_path(variable("HOME"), text.substr(2)) : text;
+std::string variable(const std::string& name) {
+  const char* const value = std::getenv(name.c_str());
+  return value == nullptr ? "" : value;
+}
+
+// The home directory of a user, "": of this one. Empty if it is not known.
+std::string home_of(const std::string& user) {
+  if (std::string home = variable("HOME"); user.empty() && !home.empty()) return home;
+  const passwd* const entry = user.empty() ? getpwuid(getuid()) : getpwnam(user.c_str());
+  return entry == nullptr ? "" : entry->pw_dir;
+}
+
+// As huggingface_hub does, by expanduser and expandvars of os.path: replaces ~ and ~USER at the
+// begin, $NAME and ${NAME}. What is not known stays.
+std::string expanded(const std::string& path) {
+  std::string text = path;
+  if (path.starts_with('~')) {
+    const size_t slash = std::min(path.find('/'), path.size());
+    const std::string home = home_of(path.substr(1, slash - 1));
+    if (!home.empty()) text = home + path.substr(slash);
+  }
+  static const std::regex kVariable(R"(\$(\w+|\{[^}]*\}))");
+  std::string to;
+  auto from = text.cbegin();
+  for (std::sregex_iterator at(text.begin(), text.end(), kVariable), end; at != end; ++at) {
+    const std::string whole = at->str(), word = (*at)[1];
+    const std::string name = word.starts_with('{') ? word.substr(1, word.size() - 2) : word;
+    to.append(from, text.cbegin() + at->position());
+    to += std::getenv(name.c_str()) == nullptr ? whole : variable(name);
+    from = text.cbegin() + at->position() + at->length();
+  }
+  return to.append(from, text.cend());
 }
 
 // The text of a small file without the newlines at its end.
@@ -50,12 +80,12 @@ bool is_hub_name(std::string_view path) {
 
 std::string cache_directory() {
   for (const char* name : {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"}) {
-    if (std::string cache = variable(name); !cache.empty()) return cache;
+    if (const std::string cache = variable(name); !cache.empty()) return expanded(cache);
   }
-  if (const std::string home = variable("HF_HOME"); !home.empty()) return join_path(home, "hub");
+  const std::string home = variable("HF_HOME");
+  if (!home.empty()) return join_path(expanded(home), "hub");
   const std::string caches = variable("XDG_CACHE_HOME");
-  return join_path(caches.empty() ? join_path(variable("HOME"), ".cache") : caches,
-                   "huggingface/hub");
+  return join_path(expanded(caches.empty() ? "~/.cache" : caches), "huggingface/hub");
 }
 
 std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path) {

@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
+#include <pwd.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 
 #include "modicum/checkpoint/test_files_doubles.h"
 #include "modicum/json/json_values_double.h"
@@ -244,6 +247,23 @@ TEST(Open, EnvironmentVariablesLocateTheCache) {
   {
     const Variable in_home("HF_HOME", "~/.cache/huggingface");
     EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/home/.cache/huggingface/hub" + snapshot);
+  }
+  {
+    const Variable base("BASE", "/h");
+    const Variable no_home("HOME", nullptr);
+    const passwd& user = *getpwuid(getuid());
+    const std::string in_home = std::string(user.pw_dir) + "/models";
+    const std::map<std::string, std::string> homes = {
+        {"${BASE}f", "/hf"},
+        {"/a/$BASE/$NO_SUCH", "/a//h/$NO_SUCH"},
+        {"~/models", in_home},
+        {std::string("~") + user.pw_name + "/models", in_home}};
+    for (const auto& [value, path] : homes) {
+      const Variable with("HF_HOME", value.c_str());
+      files.put(path + "/hub/models--o--n/refs/main", "r");
+      files.put(path + "/hub/models--o--n/snapshots/r/model.safetensors", kSmall);
+      EXPECT_EQ(open_checkpoint(files, "o/n").directory, path + "/hub" + snapshot) << value;
+    }
   }
   const Variable hf("HF_HOME", "/hf");
   EXPECT_EQ(open_checkpoint(files, "o/n").directory, "/hf/hub" + snapshot);

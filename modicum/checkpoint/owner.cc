@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
 #include "modicum/base/base.h"
@@ -74,7 +75,12 @@ OwnerFile::OwnerFile(FileSystem& files, std::string path, std::unique_ptr<Locked
     throw;
   }
   if (record_.is_locked && files_.is_of_one_kernel(path_)) return;
-  renewal_ = std::make_unique<std::thread>([this, renewal_ns] { renew(renewal_ns); });
+  try {
+    renewal_ = std::make_unique<std::thread>([this, renewal_ns] { renew(renewal_ns); });
+  } catch (const std::system_error& error) {
+    files_.remove(path_);
+    fail(Category::no_memory, fmt::format("no thread can be started: {}", error.code().message()));
+  }
 }
 
 OwnerFile::~OwnerFile() {
@@ -145,7 +151,9 @@ Life OwnerCheck::of_file(const SeenFile& seen) {
   if (record && is_of_same_boot(record->process, self_)) {
     if (record->is_locked) return seen.lock == LockState::free ? Life::dead : Life::lives;
   } else if (record && is_of_another_boot(record->process, self_)) {
-    if (is_of_one_kernel_) return Life::dead;
+    // Of one kernel is another boot's only if it holds no lock: containers may have boot ids of
+    // their own.
+    if (is_of_one_kernel_) return seen.lock == LockState::locked ? Life::lives : Life::dead;
   } else if (seen.lock == LockState::locked) {
     return Life::lives;
   }

@@ -90,8 +90,10 @@ TEST_F(Owners, OfThisKernelAreAskedByTheirLockOnANetwork) {
   EXPECT_FALSE(stays(kContainer));
 }
 
-TEST_F(Owners, OfAnotherBootAreDeadOnALocalDisk) {
+TEST_F(Owners, OfAnotherBootAreDeadOnALocalDiskWithoutTheirLock) {
   begin();
+  EXPECT_TRUE(stays(kElsewhere)) << "a container with a boot id of its own";
+  kill();
   EXPECT_FALSE(stays(kElsewhere));
 }
 

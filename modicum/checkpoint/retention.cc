@@ -81,6 +81,10 @@ std::optional<std::string> keep_newest(FileSystem& files, const CheckpointInFlig
       // decides.
       const auto before = in_flight.committed.find(number);
       if (before == in_flight.committed.end()) continue;
+      if (before->second.empty()) {
+        left += fmt::format("; {} could not be read when the save began", step_name(number));
+        continue;
+      }
       if (committed_uuid(files, join_path(in_flight.root, step_name(in_flight.step))) !=
           in_flight.uuid) {
         left += fmt::format("; {} is no longer the one of this save", step_name(in_flight.step));

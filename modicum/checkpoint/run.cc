@@ -114,7 +114,12 @@ std::map<int64_t, std::string> committed_checkpoints(FileSystem& files, const st
   for (const std::string& name : files.list(root)) {
     const std::optional<int64_t> step = step_of(name);
     if (!step) continue;
-    if (const auto uuid = committed_uuid(files, join_path(root, name))) uuids[*step] = *uuid;
+    try {
+      if (const auto uuid = committed_uuid(files, join_path(root, name))) uuids[*step] = *uuid;
+    } catch (const Error& error) {
+      if (error.category() != Category::io) throw;
+      uuids[*step] = "";
+    }
   }
   return uuids;
 }
@@ -124,11 +129,7 @@ std::map<int64_t, std::string> committed_checkpoints(FileSystem& files, const st
 CheckpointInFlight begin_checkpoint(FileSystem& files, const std::string& root_given, int64_t step,
                                     const SaveOwner& owner, bool retains) {
   const std::string root = real_directory(files, root_given);
-  bool is_durable = true;
-  if (!files.is_directory(root)) {
-    files.make_directory(root);
-    is_durable = files.sync_directory(parent_path(root));
-  }
+  const bool is_durable = !ensure_directory(files, root) || files.sync_directory(parent_path(root));
   if (is_listed(files, root, step_name(step))) {
     fail(Category::conflict, "the checkpoint has been saved already", {.file = step_name(step)});
   }

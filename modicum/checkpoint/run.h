@@ -139,8 +139,8 @@ struct CheckpointInFlight {
                            // another user than the process has
   bool is_durable = true;  // whether the names of the directories made so far are
   SaveOwner owner;
-  // The committed checkpoints of the root when this one began: their uuids, by number. Empty if the
-  // save removes no checkpoint.
+  // The committed checkpoints of the root when this one began: their uuids, by number; "" of one
+  // that can't be read, which the save does not remove. Empty if the save removes no checkpoint.
   std::map<int64_t, std::string> committed;
 };
 

@@ -67,6 +67,14 @@ std::optional<std::string> remove_directories(FileSystem& files,
   return warning;
 }
 
+// Removes COMMIT, if there is one. Returns whether that is durable.
+bool remove_commit(FileSystem& files, const std::string& directory) {
+  const std::string commit = join_path(directory, kCommit);
+  if (!files.exists(commit)) return true;
+  files.remove(commit);
+  return files.sync_directory(directory);
+}
+
 // Renames the files of a checkpoint into the directory that becomes the checkpoint. Then removes
 // the files that no new file has replaced: those of the previous checkpoint, and other weights of a
 // whole model, which readers would take for the checkpoint's.
@@ -80,10 +88,13 @@ Publication place_files(FileSystem& files, const CheckpointInFlight& in_flight,
     const std::vector<std::string> weights = weights_in(files, in_flight.root);
     stale.insert(stale.end(), weights.begin(), weights.end());
   }
+  Publication placed;
+  // Another save may have committed here since this one began: no mixture of both may have COMMIT.
+  placed.depend_on(remove_commit(files, in_flight.root));
   for (const char* const name : kDirectories) {
     const std::string to = join_path(in_flight.root, name);
     const bool is_needed = files.is_directory(join_path(in_flight.directory, name));
-    if (is_needed && !files.is_directory(to)) files.make_directory(to);
+    if (is_needed) ensure_directory(files, to);
   }
   for (const CheckpointFile& file : record.files) {
     files.rename(join_path(in_flight.directory, file.name), join_path(in_flight.root, file.name));
@@ -94,7 +105,6 @@ Publication place_files(FileSystem& files, const CheckpointInFlight& in_flight,
     if (files.exists(join_path(in_flight.root, name)))
       files.remove(join_path(in_flight.root, name));
   }
-  Publication placed;
   if (const auto warning = remove_directories(files, in_flight, stale)) {
     placed.warnings.push_back(*warning);
   }
@@ -129,7 +139,7 @@ Publication publish_inside(FileSystem& files, const CheckpointInFlight& in_fligh
 CheckpointInFlight begin_checkpoint_in(FileSystem& files, const std::string& directory_given,
                                        int64_t step, const SaveOwner& owner) {
   const std::string directory = real_directory(files, directory_given);
-  if (!files.is_directory(directory)) files.make_directory(directory);
+  ensure_directory(files, directory);
   refuse_links(files, directory);
   tensor_files_of(files, directory);  // refuses a checkpoint of a later version
   CheckpointInFlight in_flight{directory, step, make_uuid(), "", true};
@@ -137,11 +147,7 @@ CheckpointInFlight begin_checkpoint_in(FileSystem& files, const std::string& dir
   in_flight.is_durable = files.sync_directory(parent_path(directory));
   make_in_flight(files, owner, in_flight);
   in_flight.is_durable &= files.sync_directory(directory);
-  const std::string commit = join_path(directory, kCommit);
-  if (files.exists(commit)) {
-    files.remove(commit);
-    in_flight.is_durable &= files.sync_directory(directory);
-  }
+  in_flight.is_durable &= remove_commit(files, directory);
   return in_flight;
 }
 

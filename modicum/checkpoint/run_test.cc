@@ -536,6 +536,16 @@ TEST(RunCheckpoints, APowerCutAtAnyCallLosesNothing) {
   EXPECT_GT(cuts, 30);  // a save makes over 30 calls
 }
 
+// Two processes make the root at the same time.
+TEST(Checkpoint, TheRootMayAppearWhileItIsMade) {
+  MemoryFileSystem files;
+  files.make_directory("/root");
+  EXPECT_FALSE(ensure_directory(files, "/root"));
+  EXPECT_TRUE(ensure_directory(files, "/new"));
+  files.put("/file", "x");
+  EXPECT_EQ(category_of([&] { ensure_directory(files, "/file"); }), Category::conflict);
+}
+
 // ---- inside a directory
 
 // Makes a directory with the checkpoint `number` and another program's file.
@@ -664,6 +674,28 @@ TEST(CheckpointInside, AFaultAtAnyCallLeavesAWholeCheckpointOrNone) {
       if (step) discard_checkpoint(under, *step);
     }
     if (is_saved) under.lose_unsynced();
+    expect_whole_or_uncommitted(under, fail_at);
+    if (is_saved) {
+      EXPECT_EQ(open_run_checkpoint(under, kInside).step, 2) << fail_at;
+    }
+    if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
+  }
+}
+
+// Another save commits into the same directory while this one is in flight, and each call of this
+// one fails in turn. Catches: COMMIT of the other save over files of both.
+TEST(CheckpointInside, AFaultAfterAnotherSavesCommitLeavesAWholeCheckpointOrNone) {
+  for (int64_t fail_at = 1;; ++fail_at) {
+    MemoryFileSystem under;
+    put_directory(under, 1);
+    const CheckpointInFlight step = begin_checkpoint_in(under, kInside, 2, kOwner);
+    save_inside(under, 3);
+    RecordingFileSystem files(under, fail_at);
+    bool is_saved = false;
+    try {
+      is_saved = finish_inside(files, step).is_durable;
+    } catch (const Error&) {
+    }
     expect_whole_or_uncommitted(under, fail_at);
     if (is_saved) {
       EXPECT_EQ(open_run_checkpoint(under, kInside).step, 2) << fail_at;

@@ -263,7 +263,10 @@ std::unique_ptr<File> regular_file(Descriptor descriptor, const std::string& pat
 std::unique_ptr<File> open_regular(const std::string& path, int flags, const char* from = nullptr) {
   // Without O_NONBLOCK, opening a FIFO would block until its other end is opened.
   const char* const at = from != nullptr ? from : path.c_str();
-  return regular_file(Descriptor::open(at, flags | O_NONBLOCK), path);
+  Descriptor descriptor = Descriptor::open(at, flags | O_NONBLOCK);
+  // Another process has a lease on the regular file (Samba, a server of NFS): wait for its end.
+  const bool is_leased = !descriptor.is_valid() && errno == EWOULDBLOCK;
+  return regular_file(is_leased ? Descriptor::open(at, flags) : std::move(descriptor), path);
 }
 
 // openat(2) at a place, without following a link of this name.

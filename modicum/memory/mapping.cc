@@ -24,11 +24,13 @@ std::byte* map(uint64_t bytes, int flags, std::byte* place = nullptr) {
   return static_cast<std::byte*>(at);
 }
 
-// Writes the first byte of every page back to itself.
+// Writes the first byte of every page back to itself. Another process may write to a shared page at
+// the same time: what it has written stays.
 void touch(std::span<std::byte> part) noexcept {
   for (size_t at = 0; at < part.size(); at += kPageBytes) {
-    volatile std::byte* const byte = part.data() + at;
-    *byte = *byte;
+    volatile auto* const byte = reinterpret_cast<volatile unsigned char*>(part.data() + at);
+    unsigned char value = __atomic_load_n(byte, __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(byte, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
 }
 

@@ -164,7 +164,7 @@ Traffic traffic(const Plan& plan) {
   std::vector<Group> units;  // nodes, by their first rank, or groups of replicas
   if (by_node) {
     kinds = kinds_of(plan);
-    for (int rank = 0; rank < plan.ranks(); rank += ranks_per_node(plan)) units.push_back({rank});
+    for (int rank = 0; rank < plan.ranks(); rank = node_of(plan, rank).end) units.push_back({rank});
   } else {
     for_each_replica_group(plan.layout, [&](std::span<const int> ranks) {
       units.push_back({ranks.front(), ranks.size()});

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -80,7 +81,10 @@ void become_rank(int rank, pid_t parent, bool is_oversubscribed, OnTerm on_term)
   signal(SIGINT, SIG_IGN);
   signal(SIGTERM, on_term == OnTerm::ignore ? SIG_IGN : SIG_DFL);
   // If memory runs out, the kernel should kill a rank, so that the launcher can report it.
-  write_kernel_text("/proc/self/oom_score_adj", "500");
+  constexpr int kOomScore = 500;
+  const std::string path = "/proc/self/oom_score_adj";
+  const std::string inherited = read_kernel_text(path).value_or("");
+  if (std::atoi(inherited.c_str()) < kOomScore) write_kernel_text(path, std::to_string(kOomScore));
   if (is_oversubscribed) {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);

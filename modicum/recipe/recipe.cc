@@ -94,13 +94,15 @@ class DTypeRule {
     if (!keep_fp32.empty()) keep_.emplace("--keep-fp32", keep_fp32);
   }
 
-  // The dtype that the rule gives to target `fqn`, which has `dtype` so far. `is_scaled`: its root
-  // has FP8 codes with scales.
-  DType dtype_of(const std::string& fqn, DType dtype, bool is_scaled) const {
+  // The dtype that the rule gives to a target of this dtype. `is_kept`: whether `keeps` is true of
+  // one of its names. `is_scaled`: its root has FP8 codes with scales.
+  DType dtype_of(bool is_kept, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
-    if (keeps(fqn)) return DType::f32;
+    if (is_kept) return DType::f32;
     return dtype_.value_or(dtype);
   }
+
+  bool keeps(const std::string& fqn) const { return keep_ && keep_->finds(fqn); }
 
   // USAGE if `--keep-fp32` is given and matches no floating-point target.
   void require_match(const Recipe& recipe) const {
@@ -115,8 +117,6 @@ class DTypeRule {
   }
 
  private:
-  bool keeps(const std::string& fqn) const { return keep_ && keep_->finds(fqn); }
-
   const std::optional<DType> dtype_;
   const std::string keep_fp32_;
   std::optional<NamePattern> keep_;
@@ -129,7 +129,8 @@ std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) 
   for (const StoredTensor& codes : manifest.tensors) {
     if (!codes.scale) continue;
     const DType dtype = codes.spec.dtype;
-    if (rule.dtype_of(codes.spec.fqn, dtype, true) != dtype) spent[codes.scale->tensor] = true;
+    if (rule.dtype_of(rule.keeps(codes.spec.fqn), dtype, true) != dtype)
+      spent[codes.scale->tensor] = true;
   }
   return spent;
 }
@@ -189,9 +190,15 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) 
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32) {
   const DTypeRule rule(dtype, keep_fp32);
   rule.require_match(recipe);
-  for (Target& target : recipe.targets) {
-    const bool is_scaled = recipe.nodes[target.root].is_scaled;
-    target.spec.dtype = rule.dtype_of(target.spec.fqn, target.spec.dtype, is_scaled);
+  std::vector<bool> kept(recipe.targets.size());
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    const Node& root = recipe.nodes[recipe.targets[t].root];
+    if (rule.keeps(recipe.targets[t].spec.fqn)) kept[root.op == Op::alias ? root.from : t] = true;
+  }
+  for (size_t t = 0; t < recipe.targets.size(); ++t) {
+    TensorSpec& spec = recipe.targets[t].spec;
+    const bool is_scaled = recipe.nodes[recipe.targets[t].root].is_scaled;
+    spec.dtype = rule.dtype_of(kept[t], spec.dtype, is_scaled);
   }
   // An alias has the dtype of its target.
   for (Target& target : recipe.targets) {

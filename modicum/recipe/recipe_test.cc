@@ -256,6 +256,20 @@ TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
             Category::count);
 }
 
+TEST(Recipe, ATiedTensorIsKeptInFloat32ByEitherName) {
+  const Manifest manifest =
+      manifest_of({{"model.embed_tokens.weight", {4}}, {"lm_head.weight", {4}}, {"norm", {2}}});
+  for (const char* const keep : {"lm_head", "embed_tokens"}) {
+    const Recipe recipe = make_recipe(
+        manifest, {.tie_word_embeddings = true, .dtype = DType::bf16, .keep_fp32 = keep});
+    std::map<std::string, DType> dtypes;
+    for (const Target& target : recipe.targets) dtypes[target.spec.fqn] = target.spec.dtype;
+    EXPECT_EQ(dtypes["lm_head.weight"], DType::f32) << keep;
+    EXPECT_EQ(dtypes["model.embed_tokens.weight"], DType::f32) << keep;
+    EXPECT_EQ(dtypes["norm"], DType::bf16) << keep;
+  }
+}
+
 // The stored names determine which name of a tie is the alias.
 TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {

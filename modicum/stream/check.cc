@@ -153,6 +153,7 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
 }
 
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll) {
+  constexpr uint64_t kPartBytes = 8 * kMiB;  // between two heartbeats
   checked_rank(rank, plan, sink);
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
@@ -171,9 +172,12 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll 
   }
   SafetensorsWriter out(to.files, to.path, specs);
   for (size_t i = 0; i < specs.size(); ++i) {
-    poll();
     const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
-    out.write(i, 0, sink.host(buffers[i]).first(bytes));
+    const std::span<const std::byte> values = sink.host(buffers[i]).first(bytes);
+    for (uint64_t at = 0; at < bytes; at += kPartBytes) {
+      poll();
+      out.write(i, at, values.subspan(at, std::min(kPartBytes, bytes - at)));
+    }
   }
   out.finish();
 }

@@ -83,8 +83,8 @@ void ComparedChunks::add(const Transfer& transfer, const std::byte* from) {
 void ComparedChunks::compare(const Chunk& chunk, uint64_t times) const {
   const uint64_t expected = times * manifest_.recorded[chunk.of_all];
   const ChunkSum& sum = sums_.of_tensor(chunk.stored)[chunk.of_tensor];
-  const uint64_t got =
-      manifest_.recorded_kind == ChunkSumKind::checksum ? sum.checksum : sum.digest;
+  const bool is_checksum = manifest_.recorded_kind == ChunkSumKind::checksum;
+  const uint64_t got = is_checksum ? sum.checksum : sum.digest;
   if (got == expected) return;
   const StoredTensor& tensor = manifest_.tensors[chunk.stored];
   fail(Category::integrity,
@@ -93,7 +93,7 @@ void ComparedChunks::compare(const Chunk& chunk, uint64_t times) const {
        {.file = manifest_.files[tensor.at.file].name,
         .tensor = tensor.spec.fqn,
         .offset = tensor.at.begin + extent_of(chunk).begin,
-        .expected = fmt::format("{:016x}", expected),
+        .expected = fmt::format("{} {:016x}", is_checksum ? "checksum" : "digest", expected),
         .got = fmt::format("{:016x}", got)});
 }
 

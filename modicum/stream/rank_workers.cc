@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <mutex>
+#include <new>
 
 #include "modicum/stream/stream.h"
 
@@ -35,6 +36,8 @@ void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int wo
       work(worker);
     } catch (const Error& error) {
       fail_with(error);
+    } catch (const std::bad_alloc&) {
+      fail_with(Error(Category::no_memory, "out of memory"));
     } catch (const std::exception& error) {  // thrown by a callback of the caller
       fail_with(Error(Category::internal, error.what()));
     }

@@ -108,20 +108,23 @@ class Verify {
           std::span(buffer_).first(std::min<uint64_t>(buffer_.size(), stored.at.bytes() - at));
       file->read(bytes, stored.at.begin + at);
       file->drop_cached(stored.at.begin + at, stored.at.begin + at + bytes.size());
-      const auto require = [&](const std::vector<uint64_t>& recorded, uint64_t got) {
+      const auto require = [&](std::string_view kind, const std::vector<uint64_t>& recorded,
+                               uint64_t got) {
         if (chunk < recorded.size() && got == recorded[chunk]) return;
         fail(Category::integrity, "the values are not those that were saved",
              {.file = file->name(),
               .tensor = stored.spec.fqn,
               .offset = stored.at.begin + at,
-              .expected = chunk < recorded.size() ? fmt::format("{:016x}", recorded[chunk])
+              .expected = chunk < recorded.size() ? fmt::format("{} {:016x}", kind, recorded[chunk])
                                                   : "no more elements",
               .got = fmt::format("{:016x}", got)});
       };
-      require(record.chunks, digest_run(seed, bytes.data(), static_cast<int>(unit),
-                                        static_cast<int64_t>(at / unit),
-                                        static_cast<int64_t>(bytes.size() / unit)));
-      if (!record.checksums.empty()) require(record.checksums, checksum_run(seed, at, bytes));
+      require(
+          "digest", record.chunks,
+          digest_run(seed, bytes.data(), static_cast<int>(unit), static_cast<int64_t>(at / unit),
+                     static_cast<int64_t>(bytes.size() / unit)));
+      if (!record.checksums.empty())
+        require("checksum", record.checksums, checksum_run(seed, at, bytes));
     }
   }
 

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <map>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "modicum/base/base.h"
@@ -27,10 +28,14 @@ std::vector<std::string> collect(FileSystem& files, const CheckpointInFlight& in
   });
 }
 
-std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const CheckpointInFlight& in_flight) {
+// Owns the directory of the checkpoint, with that of the state in it, or discards it.
+std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const CheckpointInFlight& in_flight,
+                                    bool has_state = false) {
   try {
-    return own_checkpoint(files, in_flight);
-  } catch (const Error&) {
+    std::unique_ptr<OwnerFile> owner = own_checkpoint(files, in_flight);
+    if (has_state) files.make_directory(join_path(in_flight.directory, kStateDirectory));
+    return owner;
+  } catch (...) {
     discard_checkpoint(files, in_flight);
     throw;
   }
@@ -101,13 +106,23 @@ std::optional<std::string> state_recipe_text(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
   const Manifest& manifest = *plan.manifest;
   std::vector<uint32_t> stored;
+  const std::vector<NamedTie> ties = word_embedding_ties(manifest);  // known without a recipe
+  std::set<std::string_view> saved;
+  for (const StoredTensor& tensor : manifest.tensors) saved.insert(tensor.spec.fqn);
   bool is_identity = recipe.unused.empty();
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     const TensorSpec& spec = recipe.targets[t].spec;
     const Node& root = recipe.nodes[recipe.targets[t].root];
     if (root.op == Op::caller) continue;
     stored.push_back(t);
-    if (recipe.is_alias(t)) continue;
+    if (recipe.is_alias(t)) {  // without a recipe its saved tensor would be trained by itself
+      is_identity &=
+          !saved.contains(spec.fqn) ||
+          std::any_of(ties.begin(), ties.end(), [&](const NamedTie& tie) {
+            return tie.name == spec.fqn && tie.target == recipe.targets[root.from].spec.fqn;
+          });
+      continue;
+    }
     is_identity &= root.op == Op::stored && manifest.tensors[root.from].spec.fqn == spec.fqn &&
                    root.dtype == spec.dtype;
   }
@@ -122,10 +137,8 @@ CheckpointSave::CheckpointSave(FileSystem& files, const std::string& root, int64
       keep_(keep),
       in_flight_(begin_checkpoint(files, root, step, this_process(), keep.has_value())),
       pid_(getpid()),
-      owner_(owner_of(files, in_flight_)),
-      warnings_(collect(files, in_flight_)) {
-  if (has_state) files_.make_directory(join_path(in_flight_.directory, kStateDirectory));
-}
+      owner_(owner_of(files, in_flight_, has_state)),
+      warnings_(collect(files, in_flight_)) {}
 
 // Begins the checkpoint before it removes leftovers: a directory without COMMIT and without a
 // checkpoint in flight would look like the directory of another program.

@@ -99,7 +99,7 @@ class JobFit {
     const auto promise = [&](Run changed) {
       changed.options.ranks_per_node = options.ranks_per_node;
       changed.options.staging_bytes = options.staging_bytes;
-      changed.staging_given = !flags.staging.empty();
+      changed.staging_given = true;
       return plan_run(changed, *options.strategy, budget_).promise;
     };
     return is_in({promise(runs->saving), promise(runs->resuming)}, budget_.value());

@@ -150,33 +150,47 @@ RankOutcome RankLife::highest(std::initializer_list<LifePart> life_parts) const 
   return outcome;
 }
 
-JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
-  std::optional<StopSignals>
-      stop;  // a stop signal throws, so that the checkpoint in flight is removed
-  std::optional<DamagedCheckpoint> damaged;
+namespace {
+
+// `stop`: nullptr if the job saves nothing.
+JobOutcome run_job(const TrainedJob& job, ShowBytes show, const StopSignals* stop) {
   std::optional<CheckpointSave> saving;
   if (const SaveTask* const save = job.save) {
-    require_recordable(*save);
-    stop.emplace();
-    FileSystem& files = *job.load.run.files;
-    damaged = set_damaged_aside(files, save->root, save->step, [&stop] { stop->check(); });
-    saving.emplace(files, save->root, save->step, save->state != nullptr, save->keep);
+    saving.emplace(*job.load.run.files, save->root, save->step, save->state != nullptr, save->keep);
   }
   JobWorld world(job, saving ? &*saving : nullptr);
   JobOutcome outcome = outcome_of(world, show);
-  if (stop) check_stop(*stop, *world.grace);
+  if (stop != nullptr) check_stop(*stop, *world.grace);
   outcome.compared = world.merged();  // an error ends the job before the save is published
   if (saving) {
     TrainedSteps trained{.skipped = outcome.ranks.front().skipped};
     for (const RankLife& life : outcome.ranks) trained.digest += life.saved_digest;
     outcome.saved = publish(*saving, *job.save, trained, [&] { check_stop(*stop, *world.grace); });
     outcome.is_preempted = stop->received().has_value();
-    if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
-    outcome.damaged = std::move(damaged);
   }
   outcome.launcher_bytes = read_process_memory().held_bytes();
   outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
   return outcome;
+}
+
+}  // namespace
+
+JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
+  if (job.save == nullptr) return run_job(job, show, nullptr);
+  require_recordable(*job.save);
+  const StopSignals stop;  // a stop signal throws, so that the checkpoint in flight is removed
+  std::optional<DamagedCheckpoint> damaged = set_damaged_aside(
+      *job.load.run.files, job.save->root, job.save->step, [&stop] { stop.check(); });
+  try {
+    JobOutcome outcome = run_job(job, show, &stop);
+    if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
+    outcome.damaged = std::move(damaged);
+    return outcome;
+  } catch (const Error& error) {
+    if (!damaged) throw;
+    throw Error(error.category(),
+                fmt::format("{}; {}", error.what_happened(), warning_of(*damaged)), error.facts());
+  }
 }
 
 }  // namespace modicum

@@ -148,3 +148,20 @@ def test_all_pairs_of_worlds_equal_uninterrupted_training(
     print(f"{state_format} saved in {layout}: {counts}")
     assert sum(counts.values()) >= 64
     assert counts["refused"] == 0 or "int8" in state_format
+
+
+def test_a_tie_of_the_recipe_is_known_to_the_resume(modicum: Path, tmp_path: Path) -> None:
+    """Both names are stored. Without the recipe the second one would be a parameter of its own,
+    for which no state was saved."""
+    weight = torch.randn(8, 4)
+    tensors = {"shared.weight": weight, "encoder.weight": weight.clone(), "x": torch.randn(6)}
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    tie = {"op": "alias", "of": "shared.weight", "in": [stored("encoder.weight")]}
+    targets = {name: stored(name) for name in ("shared.weight", "x")} | {"encoder.weight": tie}
+    recipe = write_recipe(tmp_path / "recipe.json", targets)
+    words = ("--ranks", 2, "--optimizer", "adamw:fp32")
+    saved = run_json(
+        modicum, "save", directory, tmp_path / "run", "--recipe", recipe, "--step", 1, *words
+    )
+    resumed = run_json(modicum, "resume", tmp_path / "run", *words)
+    assert (resumed["digest"], resumed["state_digest"]) == (saved["digest"], saved["state_digest"])
