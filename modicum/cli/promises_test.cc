@@ -375,6 +375,23 @@ TEST_F(Promises, ARunThatTrainsNothingIsReported) {
             std::string::npos);
 }
 
+// The words of `flags`, with those of `more` in place of the same flags.
+std::string changed(std::string flags, const std::string& more) {
+  for (size_t begin = 0; begin < more.size();) {
+    const size_t value = more.find(' ', begin) + 1;
+    const size_t end = std::min(more.find(' ', value), more.size());
+    const std::string flag = " " + more.substr(begin, value - begin);
+    const size_t at = flags.find(flag);
+    if (at != std::string::npos) {
+      const size_t rest = std::min(flags.find(' ', at + flag.size()), flags.size());
+      flags.erase(at, rest - at);
+    }
+    flags += flag + more.substr(value, end - value);
+    begin = end + 1;
+  }
+  return flags;
+}
+
 TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
   const std::string flags = " /moe --staging 1MiB --optimizer adamw:fp32";
   const Document plan = program.succeed("plan" + flags);
@@ -412,8 +429,9 @@ TEST_F(Promises, TheLoadKeepsItsOwnPeak) {
       EXPECT_FALSE(with["would_fit"].elements().empty());
       for (const Document& alternative : with["would_fit"].elements()) {
         const std::string other = changed(flags, alternative["flags"].text());
-        const Document plan = program.succeed(fmt::format("plan{} --budget {}", other, peak - 1));
-        EXPECT_TRUE(plan["job_fits"].is_true()) << other;
+        const Document fitting =
+            program.succeed(fmt::format("plan{} --budget {}", other, peak - 1));
+        EXPECT_TRUE(fitting["job_fits"].is_true()) << other;
       }
     }
     const std::string shown = program.run(line).out;
@@ -521,23 +539,6 @@ TEST_F(Promises, AResumeThatWouldNotFitIsRefusedBeforeTheLoad) {
 }
 
 // ---- a plan that does not fit
-
-// The words of `flags`, with those of `more` in place of the same flags.
-std::string changed(std::string flags, const std::string& more) {
-  for (size_t begin = 0; begin < more.size();) {
-    const size_t value = more.find(' ', begin) + 1;
-    const size_t end = std::min(more.find(' ', value), more.size());
-    const std::string flag = " " + more.substr(begin, value - begin);
-    const size_t at = flags.find(flag);
-    if (at != std::string::npos) {
-      const size_t rest = std::min(flags.find(' ', at + flag.size()), flags.size());
-      flags.erase(at, rest - at);
-    }
-    flags += flag + more.substr(value, end - value);
-    begin = end + 1;
-  }
-  return flags;
-}
 
 TEST_F(Promises, SuggestedAlternativesFit) {
   files.put("/dense/model.safetensors", checkpoint_file({{"wte.weight", "BF16", {8192, 1024}}}));

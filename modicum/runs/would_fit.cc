@@ -122,13 +122,12 @@ class Search {
       plan = shrunk_to_fit(std::move(plan), budget_);
     }
     if (!fits(plan.promise, budget_)) return std::nullopt;
-    if (!fits_job_(changed_flags(change, plan.options), run, plan.options)) return std::nullopt;
+    if (!fits_job_(changed_flags(change), run, plan.options)) return std::nullopt;
     return plan;
   }
 
-  RunFlags changed_flags(const Change& change, const PlanOptions& options) const {
+  RunFlags changed_flags(const Change& change) const {
     RunFlags flags = flags_;
-    if (change.staging) flags.staging = fmt::format("{}", options.staging_bytes);
     if (change.dtype) flags.dtype = torch_name(kNarrowDType);
     if (change.format) flags.optimizer = fmt::format("adamw:{}", row_of(*change.format).name);
     return flags;

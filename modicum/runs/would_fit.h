@@ -13,8 +13,8 @@ namespace modicum {
 struct Run;
 struct RunFlags;
 
-// Whether a save and a resume of `run` fit, too, with the strategy, the ranks per node and, if
-// `flags` has it, the staging of `options`. `flags` are those of the changed run.
+// Whether a save and a resume of `run` fit, too, with the strategy, the staging and the ranks per
+// node of `options`. `flags` have the dtype and the optimizer of the changed run.
 using FitsJob =
     FunctionRef<bool(const RunFlags& flags, const Run& run, const PlanOptions& options)>;
 
