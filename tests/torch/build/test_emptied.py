@@ -96,6 +96,14 @@ def test_a_load_restores_buffers_after_to_empty(name: str) -> None:
     assert not lines
 
 
+def test_the_default_device_of_the_program_does_not_matter() -> None:
+    """The rotary table of a cast model counts as never written."""
+    model = from_pretrained("llama").to(torch.bfloat16).float()
+    with torch.device("meta"):
+        load(model, checkpoint_of("llama"))
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "qwen2_5_vl"))
 @pytest.mark.parametrize("rank", range(2))
 def test_each_rank_of_fsdp2_restores_buffers(name: str, rank: int) -> None:

@@ -238,6 +238,16 @@ def test_another_seed_gives_other_values(lacking: Path) -> None:
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
+def test_the_copy_of_an_initialised_tensor_in_another_dtype_is_charged() -> None:
+    with empty_parameters():
+        model = torch.nn.Linear(512, 512, bias=False)
+    ledger = modicum.Ledger()
+    report = load(model, None, dtype=torch.float16, memory=MemoryPolicy(ledger=ledger))
+    assert model.weight.dtype == torch.float16
+    assert ledger.at_peak["init"] >= (4 + 2) * 512 * 512
+    assert report.ranks[0]["promised_bytes"] >= ledger.peak_bytes
+
+
 @pytest.mark.parametrize(("name", "tables"), [("marian", 2), ("bart", 0)])
 def test_tensors_that_the_model_lists_may_be_missing(
     name: str, tables: int, tmp_path: Path
@@ -475,7 +485,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
     ledger = modicum.Ledger()
     with monkeypatch.context() as patch:
 
-        def fail(self: Any, name: str) -> Any:
+        def fail(self: Any, name: str, dtype: Any) -> Any:
             raise RuntimeError(f"no values for {name}")
 
         patch.setattr(Initialiser, "whole", fail)

@@ -338,6 +338,14 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp(four: Ranks) -> None:
     assert seen == whole.keys()
 
 
+def test_parameters_that_were_loaded_in_inference_mode_train() -> None:
+    model = empty("llama")
+    with torch.inference_mode():
+        fsdp2_load_full_state_dict(model, checkpoint_of("llama"), budget="none", progress=False)
+    model(torch.arange(3, 14).reshape(1, 11)).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def built_on_rank_0(directory: str) -> dict[str, Any]:
     """Rank 0 has a model with values, and rank 1 has it on meta, as with accelerate's option
     `cpu_ram_efficient_loading`. Loads it by `load`, which must fail, and then by

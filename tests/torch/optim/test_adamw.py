@@ -648,6 +648,17 @@ def test_moments_of_a_state_dict_are_views_that_outlive_the_optimizer() -> None:
     assert ledger.held_bytes == 0, "the model refers to memory of the optimizer"
 
 
+def test_an_optimizer_to_which_its_parameter_refers_is_collected() -> None:
+    model = net()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    model.first.weight.optimizer = optimizer
+    ledger = optimizer.ledger
+    del optimizer, model
+    gc.collect()
+    assert ledger.held_bytes == 0
+
+
 # ---- memory and refusals
 
 

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 from sharding import Cut, playing_new_rank  # noqa: E402  (after torch is known to be there)
 from torch_front import from_pretrained, local_part, shard  # noqa: E402
 
-import modicum  # noqa: E402
+import modicum.memory  # noqa: E402
 from modicum.torch.optim.names import ListedParameter, listed_in  # noqa: E402
-from modicum.torch.optim.parts import part_of  # noqa: E402
+from modicum.torch.optim.parts import Memory, part_of  # noqa: E402
 from modicum.torch.shards.placements import Shardings  # noqa: E402
 
 CUTS = [
@@ -84,3 +84,18 @@ def test_an_alias_of_an_uneven_cut_is_refused() -> None:
         alias = torch.nn.Parameter(parameter.detach())
         with pytest.raises(modicum.UsageError, match=r"cuts of unknown order.*up_proj"):
             part_of(listed("up_proj", alias), "fp32", Shardings())
+
+
+def test_a_placeholder_takes_no_memory_in_torchs_deterministic_mode() -> None:
+    """That mode writes to new memory, so that it is committed."""
+    on_meta = torch.empty(64 << 20, device="meta")
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = modicum.memory.held()
+        placeholder = Memory(torch.float32, torch.device("cpu")).in_place_of(on_meta)
+        assert modicum.memory.held() - before < 16 << 20
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (
+        placeholder.shape == on_meta.shape and torch.utils.deterministic.fill_uninitialized_memory
+    )

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -276,9 +277,15 @@ def sharded_twice(root: str) -> list[Any]:
 
 
 def sharded_again(root: str) -> tuple[int, list[Any], int]:
-    """An act: resumes. Returns the step, its weights and state, and the bytes read."""
+    """An act: resumes, and asserts that no thread of it remains. Returns the step, its weights and
+    state, and the bytes read."""
     model, optimizer = sharded()
+    before = threading.active_count()
     resumed = front.resume(model, f"{root}/steps", optimizer=optimizer, progress=False)
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before, threading.enumerate()
     return resumed.step, weights_and_state(model, optimizer), resumed.read_bytes
 
 

@@ -68,7 +68,8 @@ class Peaks:
 
     @property
     def document(self) -> dict[str, Any]:
-        """A dict for JSON. Sizes are in bytes."""
+        """A dict for JSON, in bytes: samples, owners, copied_bytes, and largest, the document of
+        the attribution with the most bytes."""
         return {
             "samples": self.samples,
             "owners": [vars(owner) for owner in self.owners],

@@ -58,7 +58,8 @@ def loading(
     accelerate shards by FSDP2 on devices only: on the CPU alone it takes DDP or shards nothing,
     which is refused. There a script shards by `fully_shard` itself and calls `modicum.torch.load`,
     `save` and `resume`; without an `Accelerator` (a `PartialState` is allowed) it may also build
-    the model in the context, shard it and call `Loading.fill`.
+    the model in the context, shard it and call `Loading.fill`, then `AdamW.allocate`; torchrun
+    starts its ranks (accelerate starts one on CPUs).
 
     The context must enclose `from_pretrained`, `prepare` or `Trainer.train`, and `save_state` and
     `load_state`: outside of it accelerate saves and loads by itself. A directory of `save_state` is

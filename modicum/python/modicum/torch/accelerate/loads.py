@@ -27,9 +27,11 @@ class Loading:
     _models: Models = field(repr=False)
     _fill: Callable[[nn.Module], None] = field(repr=False)
     reports: list[LoadReport] = field(default_factory=list)
-    """The report of each load, in order, including loads of resumes."""
+    """The report of each load by `prepare`, `load_state`, Trainer or `fill`, in order. Calls of
+    `modicum.torch.load` and `resume` return theirs."""
     saves: list[SaveReport] = field(default_factory=list)
-    """The report of each saved model, in order; a checkpoint may have several."""
+    """The report of each model saved by accelerate or Trainer, in order; a checkpoint may have
+    several. Calls of `modicum.torch.save` return theirs."""
     _is_exempt: bool = field(default=False, repr=False)
 
     @property

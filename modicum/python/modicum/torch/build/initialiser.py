@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from modicum.torch.build.rules import (
     stand_ins,
     tensor_of,
 )
+
+_EMPTY: Callable[..., torch.Tensor] = partial(torch.empty, device="cpu")
+"""Whatever the program's default device is."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Initialiser:
         names: Iterable[str],
         *,
         seed: int = 0,
-        empty: Callable[..., torch.Tensor] = torch.empty,
+        empty: Callable[..., torch.Tensor] = _EMPTY,
         buffers_only: bool = False,
         structure: Structure | None = None,
     ) -> None:
@@ -116,9 +120,9 @@ class Initialiser:
         self._kept_group: _Group | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The complete tensor, contiguous, on the CPU. It is valid until the next call for a tensor
-        of another module."""
+        of another module. `dtype`: of a copy, if it is not the tensor's own."""
         if name not in self._made_in:
             raise refusal("USAGE", "the Initialiser was not made for this tensor", tensor=name)
         group, attribute = self._made_in[name]
@@ -127,7 +131,10 @@ class Initialiser:
             self._tensors.clear()
             self._make(group, name)
             self._kept_group = group
-        return self._tensors[attribute]
+        value = self._tensors[attribute]
+        if dtype in (None, value.dtype):
+            return value
+        return self._empty(tuple(value.shape), dtype=dtype).copy_(value)
 
     def _drop_siblings(self) -> None:
         """Removes tensors that were not asked for from the groups."""

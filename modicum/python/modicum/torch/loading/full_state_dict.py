@@ -14,12 +14,19 @@ from modicum.errors import refusal
 from modicum.options import MemoryPolicy, names_in, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
+from modicum.torch.loading.around import note_loaded
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
-from modicum.torch.loading.load import arguments_in, options_of, recipe_arguments
+from modicum.torch.loading.load import (
+    arguments_in,
+    options_of,
+    outside_inference,
+    recipe_arguments,
+)
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
 from modicum.torch.loading.planning import PlannedLoad, Size, plan_of
 from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_tokens
 from modicum.torch.loading.running import run
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.walk.load_report import LoadReport
@@ -246,7 +253,9 @@ def _fill(
 ) -> list[LoadReport]:
     """Loads a dict or a path. `arguments`: as for `load_by`. Returns a report for each load."""
     reports = []
-    with Ranks.of_world().together() as ranks:
+    in_flight.finish()
+    with outside_inference(module), Ranks.of_world().together() as ranks:
+        in_flight.deliver()
         named = arguments()
         options = options_of(named)
         _require_full(full, full_options)
@@ -269,6 +278,7 @@ def _fill(
             reports.append(run(load, model, ranks))
             fill_rows(model, load.goal.grown, named["resized"] or "", options.seed)
             fill_norms(model, load.goal.norms)
+        note_loaded(module)
     if full_options.consume and isinstance(full, MutableMapping):
         full.clear()
     return reports

@@ -195,7 +195,7 @@ def plan_of(
         destinations=[place.destination for place in places],
         staging=options.staging,
         baseline=[b + kept_bytes(before, rank) for rank, b in enumerate(baselines)],
-        init_bytes=initialiser.largest_bytes + initialiser.most_tensors * _PAGE_BYTES,
+        init_bytes=_init_bytes(initialiser, model, goal),
         caller_sends=True,
         budget=budget,
         budget_source=budget_source,
@@ -209,6 +209,18 @@ def plan_of(
     return PlannedLoad(
         goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node, warning
     )
+
+
+def _init_bytes(initialiser: Initialiser, model: Model, goal: Goal) -> int:
+    """The most memory of initialised tensors at once: those of a module, and the copy of one in
+    another dtype."""
+    copies = (
+        model.tensors[name].tensor.numel() * goal.dtypes[name].itemsize + _PAGE_BYTES
+        for name in goal.callers
+        if goal.dtypes[name] != model.tensors[name].tensor.dtype
+    )
+    tensors = initialiser.largest_bytes + initialiser.most_tensors * _PAGE_BYTES
+    return tensors + max(copies, default=0)
 
 
 def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:

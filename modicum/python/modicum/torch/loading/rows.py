@@ -198,15 +198,19 @@ class _Rows:
         torch.autograd.graph.increment_version(self._entry.tensor)
 
     def _reduce(self, values: torch.Tensor, operation: str) -> None:
-        """Reduces `values` in place over all ranks of the tensor's mesh. `operation`: "MAX" or
-        "SUM"."""
+        """Reduces `values` in place over all ranks of the tensor's mesh, on the mesh's device: the
+        values are on the CPU with FSDP2's offload. `operation`: "MAX" or "SUM"."""
         import torch.distributed as dist
 
         mesh: Any = getattr(self._entry.tensor, "device_mesh", None)
-        for dim in range(mesh.ndim if mesh is not None else 0):
+        if mesh is None:
+            return
+        reduced = values.to(mesh.device_type)
+        for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 op = getattr(dist.ReduceOp, operation)
-                settled(dist.all_reduce, values, op, group=mesh.get_group(dim))
+                settled(dist.all_reduce, reduced, op, group=mesh.get_group(dim))
+        values.copy_(reduced)
 
 
 def _made_by_model(module: nn.Module, entry: ModelTensor, stored: int, seed: int) -> torch.Tensor:

@@ -70,11 +70,14 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
                 check=options.check,
                 seed=options.seed,
             )
-            # Now all ranks have loaded: tensors on meta may get memory.
+            _pin(model, loaded)
             compared = compared_by_all(plan.checkpoint, loaded.outcome["compared"], ranks)
     finally:
         ledger.limit_bytes = outside
+    # Now all ranks have loaded: tensors on meta may get memory.
     _hand_over(planned, model, loaded, storages)
+    if options.optimizers:
+        ranks.barrier()  # a rank that has failed does not call their collectives
     for optimizer in options.optimizers:
         if not on_meta(optimizer.param_groups, trained_by(optimizer)):
             optimizer.allocate()
@@ -112,18 +115,22 @@ class _Maker:
         name = self._goal.callers[ordinal]
         if self._name != name:
             self._name, self._last = "", torch.empty(0)  # freed before the next one is made
-            self._last = self._initialiser.whole(name).to(self._goal.dtypes[name])
+            self._last = self._initialiser.whole(name, self._goal.dtypes[name])
             self._name = name
         return as_bytes(self._last)
+
+
+def _pin(model: Model, loaded: _modicum.Loaded) -> None:
+    """Pins the new host memory, if FSDP2 wants it. That may fail on one rank alone."""
+    if any(managed.pins for managed in model.managed.values()):
+        memory = from_dlpack(loaded.whole())  # of all targets in new host memory
+        pin(memory)
+        loaded.keep(memory)
 
 
 def _hand_over(
     planned: PlannedLoad, model: Model, loaded: _modicum.Loaded, storages: Storages
 ) -> None:
-    if any(managed.pins for managed in model.managed.values()):
-        memory = from_dlpack(loaded.whole())  # of all targets in new host memory
-        pin(memory)
-        loaded.keep(memory)
     for t, place in _own_targets(planned):
         entry = place.entry
         if entry.tensor.is_meta:

@@ -1,7 +1,6 @@
 """`AdamW`: a torch optimizer whose state is in memory of the C++ library, in a declared format."""
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,8 +86,10 @@ class AdamW(torch.optim.Optimizer):
         capturable, differentiable: must be False.
         state_format: fp32, fp32-split, bf16-moments, int8-moments or int8-moments-24. A bfloat16
             parameter takes 18 (and 2 of `grad`), 14, 10, 8.0625 or 7.0625 bytes per element with
-            its gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. In the int8 formats vectors,
-            and tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
+            its gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. fp32-split has fp32's master
+            and moments; the others round moments by random bits, -24 also the master. In the int8
+            formats vectors, and tensors of fewer than 128 elements per row or 4096 in all, keep
+            fp32 moments.
         semantics: deepspeed, or torch: torch.optim.AdamW's roundings, with square roots rounded to
             nearest. The roots of torch's vector code are not: up to a fifth of them by an ulp.
         decoupled_weight_decay: False: the decay is added to the gradient (Adam); also in groups.
@@ -155,7 +156,6 @@ class AdamW(torch.optim.Optimizer):
         self._has_warned = self._has_warned_of_skip = False
         self._is_first, self._has_loaded = True, False
         self._bound = BoundParameters()
-        weakref.finalize(self, unbind, self._bound.slots).atexit = False
 
         def bind() -> None:
             self._checked(self.param_groups)

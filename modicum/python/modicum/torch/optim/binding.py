@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -205,7 +206,14 @@ def unbind(slots: Mapping[Part, Slot]) -> None:
 
 
 def _taking(part: Part, slot: Slot) -> Callable[[nn.Parameter], None]:
+    """A hook of the part's parameter. It keeps neither alive: Python does not collect a cycle
+    through a tensor's hooks."""
+    part_of, slot_of = ref(part), ref(slot)
+
     def take(parameter: nn.Parameter) -> None:
+        part, slot = part_of(), slot_of()
+        if part is None or slot is None:
+            return
         grad, buffer = parameter.grad, slot.grad_buffer
         if grad is None or slot.grad is None or grad is slot.grad:
             return

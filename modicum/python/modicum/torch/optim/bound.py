@@ -5,6 +5,7 @@ The calls for a parameter: add -> [collect -> norms -> step or forget]* -> drop.
 current gradients to the C++ states, which use them until the next `step` or `forget`.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -14,7 +15,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import UsageError
 from modicum.torch.optim import in_flight
-from modicum.torch.optim.binding import is_in_place, leave_kept
+from modicum.torch.optim.binding import is_in_place, leave_kept, unbind
 from modicum.torch.optim.lanes import Lane
 from modicum.torch.optim.parts import MOMENTS, Part, Slot, versions_of
 from modicum.torch.optim.state_dicts import address_of, chunks, entry_values, is_noted
@@ -59,6 +60,10 @@ class BoundParameters:
         self._read: _modicum.Snapshot | None = None  # of a save that reads memory during the step
         self._stepped: list[torch.Tensor] = []  # the parameters that the step has overwritten
         _living.add(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            unbind(self.slots)
 
     @property
     def states(self) -> list[_modicum.AdamW]:

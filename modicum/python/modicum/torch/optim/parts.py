@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import deterministic
 
 from modicum import _modicum
 from modicum.errors import refusal
@@ -187,7 +188,13 @@ class Memory:
         """A placeholder for `local`, from which footprints are computed. On the host its pages are
         never touched, and so never committed."""
         where = "cpu" if self.device.type == "cpu" else "meta"
-        return torch.empty_like(local, dtype=self.dtype, device=where)
+        flags: Any = deterministic
+        fills = flags.fill_uninitialized_memory  # in torch's deterministic mode
+        flags.fill_uninitialized_memory = False
+        try:
+            return torch.empty_like(local, dtype=self.dtype, device=where)
+        finally:
+            flags.fill_uninitialized_memory = fills
 
 
 def part_of(

@@ -270,7 +270,7 @@ class Ranks:
     # ---- meetings
 
     def _meet(self, store: Any) -> None:
-        self._store = LoadStore(store, self._losing_the_store)
+        self._store = LoadStore(store, self._losing_the_store, self.rank)
         self._watcher.start()
         me = Process.this()
         limit_s = store.timeout.total_seconds()

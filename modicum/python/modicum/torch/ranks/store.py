@@ -6,7 +6,6 @@ the calls, and callers wait for the thread with a time limit.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -28,9 +27,6 @@ COMPRESSED_BYTES = 1 << 12
 similar names."""
 KEYS_AT_ONCE = 256
 
-# Numbers the loads. All ranks run the same loads in the same order, so their prefixes are equal.
-_loads = itertools.count()
-
 
 class LoadStore:
     """A client of the store for any thread; it makes one call at a time.
@@ -40,7 +36,8 @@ class LoadStore:
             other users of the group may block it.
         on_loss: makes the error that every call raises once the store is lost; called with how
             it was lost.
-        prefix: of all keys; None: a number, by the order of the loads.
+        prefix: of all keys; or this rank, whose calls are numbered in the store: all ranks make the
+            same calls in the same order, so their prefixes are equal.
         connect_slices: the time limit to connect.
     """
 
@@ -48,7 +45,7 @@ class LoadStore:
         self,
         store: Any,
         on_loss: Callable[[str], Error],
-        prefix: str | None = None,
+        prefix: str | int,
         connect_slices: int = CONNECT_SLICES,
     ) -> None:
         self._on_loss = on_loss
@@ -56,7 +53,9 @@ class LoadStore:
         self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
         clone = self._ask(store.clone, slices=connect_slices)
-        self._store = dist.PrefixStore(prefix or f"modicum/{next(_loads)}", clone)
+        if isinstance(prefix, int):
+            prefix = f"modicum/{self._ask(clone.add, f'modicum/calls/{prefix}', 1)}"
+        self._store = dist.PrefixStore(prefix, clone)
 
     def part(self, name: str) -> Any:
         """A store with a prefix inside this one. The thread that uses that store must clone it."""

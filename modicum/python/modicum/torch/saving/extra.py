@@ -87,7 +87,7 @@ def read(data: bytes, file: str) -> Any:
 def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
     dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
     if prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     first, last = (begin + offset for offset in entry["data_offsets"])
     return torch.frombuffer(bytearray(data[first:last]), dtype=dtype).reshape(shape)
 

@@ -161,7 +161,9 @@ def _has_saved(error: IoError) -> bool:
 def _on_any_rank(is_requested: bool) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return is_requested
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    # As "cpu:gloo,cuda:nccl".
+    devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    device = "cpu" if "cpu" in devices else devices[0]
     requested = torch.tensor(int(is_requested), device=device)
     dist.all_reduce(requested, op=dist.ReduceOp.MAX)
     return bool(requested)

@@ -170,9 +170,12 @@ def _is_removed(path: Path) -> bool:
 def _is_skipped(found: "FoundCheckpoint", error: Error, skipped: list[dict[str, Any]]) -> bool:
     """Whether the checkpoint is damaged, and an older one of its root may take its place; adds it
     to `skipped` then. Collective."""
-    if not is_damage(error) or not found.is_newest or _is_removed(found.path):
+    if not is_damage(error) or not found.is_newest:
         return False
-    skip(skipped, {"step": found.facts["step"], "reason": str(error)}, Ranks.of_world())
+    with Ranks.of_world().together() as ranks:
+        if any(ranks.gather(is_gone(found.path))):
+            return False
+        skip(skipped, {"step": found.facts["step"], "reason": str(error)}, ranks)
     return True
 
 
