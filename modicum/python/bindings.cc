@@ -199,10 +199,11 @@ Returns:
     `phase` and `bytes`. With `optimizer`, and without `device`, each node also has `job` of the
     whole job, a save and a resume on the same number of ranks included: `peak_bytes` and `phases`
     of load, step, save, resume and step_resumed. `job_fits` is about that save and resume, `fits`
-    about load and steps; `job_shortfall_bytes` is there if `job_fits` is False. If either is False,
-    `would_fit` has changes with which all fit, the best first: `flags`, `peak_bytes` of load and
-    steps, `lossless` or `lossy`. A node's sum includes 8 MiB of the process that starts its ranks;
-    torchrun holds about 150 MiB.
+    about load and steps; it is there with a budget, and `job_shortfall_bytes` if it is False. If
+    either is False, `would_fit` has changes with which all fit, those on as many nodes first: dicts
+    of `flags` (one text), the changed values, `peak_bytes` of load and steps, and `lossless` or
+    `lossy`, a text that says which values stay or get lost. A node's sum includes 8 MiB of the
+    process that starts its ranks; torchrun holds about 150 MiB.
 
 Raises:
     FormatError: a header or the index is malformed.

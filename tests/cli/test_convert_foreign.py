@@ -8,7 +8,9 @@ program refuses start an import.
 """
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +106,9 @@ def test_a_failed_conversion_continues(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 21), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 21), (signal.SIGHUP, 21), (signal.SIGINT, 130)]
+)
 def test_an_interrupted_import_leaves_nothing(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -120,6 +124,26 @@ def test_an_interrupted_import_leaves_nothing(
     assert process.returncode == code, answer
     assert json.loads(answer)["error"]["code"] == code
     assert [one.name for one in tmp_path.iterdir()] == ["large"]
+
+
+def test_names_that_are_no_text_are_names(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    shutil.copytree(DCP, folder)
+    (folder / os.fsdecode(b"a\xfe")).write_text("x")
+    assert command("convert", folder, tmp_path / "out").code == 0
+    assert tensors_of(tmp_path / "out")
+
+
+def test_words_that_are_no_paths_are_words(tmp_path: Path) -> None:
+    done = command("convert", "--keep-fp32", "x" * 5000, DCP, tmp_path / "out", "--json")
+    assert done.code == 2 and "--keep-fp32" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_full_stdout_changes_no_exit_code(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", COMMAND, "convert", str(DCP), str(tmp_path), "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 20 and "CONFLICT" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_refusals_import_nothing(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def convert(
         source: a checkpoint, whose values are compared with its digests if it is a saved one; or a
             directory of DCP, accelerate or DeepSpeed's ZeRO.
         out: a new directory.
-        dtype: float32, bfloat16 or float16, a torch.dtype or its name; None: as stored.
+        dtype: float32, bfloat16 or float16, a torch.dtype or its name, to which the stored weights
+            are cast (never from an optimizer's masters); None: as stored.
         keep_fp32: a regular expression (RE2) of tensors that are written as float32.
         recipe: a recipe.json; None: tensors as stored.
         shard_size: the largest size of a file, bytes or text ("5GB").

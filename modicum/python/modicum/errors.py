@@ -7,9 +7,9 @@ from modicum._modicum import exit_codes
 
 
 class Error(Exception):
-    """The base of Modicum's own errors. `str()` is the message, one line; the attributes are the
-    fields that the command line prints under `error` with `--json`. An attribute is None if it is
-    unknown or does not apply."""
+    """The base of Modicum's own errors. `str()` is the category and the message, one line; the
+    attributes are the fields that the command line prints under `error` with `--json`. An attribute
+    is None if it is unknown or does not apply."""
 
     category: str = "INTERNAL"
     """One of a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""

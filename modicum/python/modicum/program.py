@@ -2,14 +2,15 @@
 that are printed as it prints them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from modicum.errors import Error, as_document, failure
 
@@ -27,13 +28,13 @@ def refusal(program: Path, verb: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def run(command: list[str]) -> int:
-    """Runs a command, to which SIGTERM is passed on; returns its exit code. Ctrl-C reaches it
-    anyway."""
+    """Runs a command, to which SIGTERM and SIGHUP are passed on; returns its exit code. Ctrl-C
+    reaches it anyway."""
     with subprocess.Popen(command) as child:
         pass_on: dict[int, Any] = {
-            signal.SIGTERM: lambda number, _frame: child.send_signal(number),
-            signal.SIGINT: signal.SIG_IGN,
+            number: lambda number, _frame: child.send_signal(number) for number in _ends()
         }
+        pass_on[signal.SIGINT] = signal.SIG_IGN
         before = {number: signal.signal(number, handler) for number, handler in pass_on.items()}
         try:
             code = child.wait()
@@ -43,18 +44,26 @@ def run(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _ends() -> list[signal.Signals]:
+    """The signals that end the program, so that it removes temporary files. nohup ignores
+    SIGHUP."""
+    is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM] if is_kept else [signal.SIGTERM, signal.SIGHUP]
+
+
 @contextmanager
-def sigterm_raises(what: str) -> Iterator[None]:
-    """Within the block SIGTERM raises PREEMPTED with this message."""
+def end_raises(what: str) -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise PREEMPTED: the signal ended `what`."""
 
-    def preempt(_number: int, _frame: FrameType | None) -> Any:
-        raise failure("PREEMPTED", what)
+    def preempt(number: int, _frame: FrameType | None) -> Any:
+        raise failure("PREEMPTED", f"{signal.Signals(number).name} ended {what}")
 
-    before = signal.signal(signal.SIGTERM, preempt)
+    before = {number: signal.signal(number, preempt) for number in _ends()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_quiet(words: Sequence[str]) -> bool:
@@ -63,7 +72,18 @@ def is_quiet(words: Sequence[str]) -> bool:
 
 def report_error(error: Error, words: Sequence[str]) -> int:
     """Prints an error as the program does; returns its exit code."""
-    print(f"modicum: {error}", file=sys.stderr)
+    print_line(f"modicum: {error}", sys.stderr)
     if "--json" in words:
-        print(as_document(error))
+        print_line(as_document(error), sys.stdout)
     return error.code
+
+
+def print_line(text: str, stream: TextIO | None) -> None:
+    """Prints a line. A stream that is closed or full changes no exit code, as in the program."""
+    if stream is None:  # closed before Python began
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):  # at its exit Python writes the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -12,7 +12,7 @@ from modicum.errors import Error, failure
 from modicum.hub.client import Hub, Patience
 from modicum.hub.settings import settings_of
 from modicum.hub.snapshot import Snapshot, fetch
-from modicum.program import is_quiet, refusal, report_error, run, sigterm_raises
+from modicum.program import end_raises, is_quiet, print_line, refusal, report_error, run
 
 _NAMES_COMMAND = "`uvx modicum plan`"
 """What the program's refusal of an uncached name contains."""
@@ -30,7 +30,7 @@ def run_on_headers(program: Path, verb: str, words: Sequence[str]) -> int | None
     if _NAMES_COMMAND not in error.get("expected", "") or words.count(name) != 1:
         return None
     try:
-        with sigterm_raises(f"SIGTERM ended `modicum {verb}`"):
+        with end_raises(f"`modicum {verb}`"):
             return _run(program, verb, words, name)
     except Error as failed:
         return report_error(failed, words)
@@ -49,7 +49,7 @@ def _run(program: Path, verb: str, words: Sequence[str], name: str) -> int:
         hub = Hub(settings, Patience())
         snapshot = fetch(hub, name, Path(folder).resolve())
         if not is_quiet(words):
-            print(f"modicum: {_summary(hub, snapshot, begin_s)}", file=sys.stderr)
+            print_line(f"modicum: {_summary(hub, snapshot, begin_s)}", sys.stderr)
         at = words.index(name)
         return run([str(program), verb, *words[:at], str(snapshot.directory), *words[at + 1 :]])
 

@@ -12,8 +12,9 @@ from modicum import _modicum
 from modicum.errors import Error, failure
 from modicum.imports.importing import NO_OPTIMIZER, import_checkpoint
 from modicum.imports.kinds import recognised
+from modicum.imports.pickles import reading
 from modicum.imports.report import remainder_text
-from modicum.program import is_quiet, refusal, report_error, run, sigterm_raises
+from modicum.program import end_raises, is_quiet, print_line, refusal, report_error, run
 
 SWITCHES = frozenset(
     ("--sparse", "--allow-overflow", "--adopt", "--json", "-q", "--quiet", "-v", "--verbose",
@@ -35,7 +36,7 @@ def convert(program: Path, words: Sequence[str]) -> int | None:
     if at is None or _NAMES_IMPORTER not in refusal(program, "convert", words).get("message", ""):
         return None  # the program reads the flags first, so no other word is refused
     try:
-        with sigterm_raises("SIGTERM ended the conversion"):
+        with end_raises("the conversion"):
             root, checkpoint = _imported(Path(words[at]), words, at)
     except Error as error:
         return report_error(error, words)
@@ -45,7 +46,7 @@ def convert(program: Path, words: Sequence[str]) -> int | None:
     if code == 0:
         _modicum.remove_tree(root)
     else:
-        print(f"modicum: {root} keeps the imported weights for the same command", file=sys.stderr)
+        print_line(f"modicum: {root} keeps the imported weights for the same command", sys.stderr)
     return code
 
 
@@ -53,7 +54,7 @@ def _is_foreign(word: str) -> bool:
     """Whether a word is a directory of another program. One with safetensors files is a checkpoint
     of its own."""
     path = Path(word)
-    if word.startswith("-") or not path.is_dir() or any(path.glob("*.safetensors")):
+    if word.startswith("-") or not os.path.isdir(word) or any(path.glob("*.safetensors")):
         return False
     try:
         return recognised(path) is not None
@@ -88,10 +89,10 @@ def _import(directory: Path, out: Path, root: Path, words: Sequence[str]) -> Non
             directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=_dtype(words), budget=budget
         )
     for warning in report.warnings:
-        print(f"modicum: {warning}", file=sys.stderr)
+        print_line(f"modicum: {warning}", sys.stderr)
     if not is_quiet(words):
         what = f"weights of {report.kind} imported for {out} in {report.elapsed_s:.2f} s"
-        print(f"modicum: {directory}: {what}; {remainder_text(report)}", file=sys.stderr)
+        print_line(f"modicum: {directory}: {what}; {remainder_text(report)}", sys.stderr)
 
 
 def _dtype(words: Sequence[str]) -> str | None:
@@ -103,11 +104,13 @@ def _dtype(words: Sequence[str]) -> str | None:
 def _identity(directory: Path, dtype: str | None) -> str:
     """A digest of what the import reads: the files are identified by size, inode and mtime."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(f"{_modicum.version()}\0{dtype}\0{directory.resolve()}".encode())
-    for path in sorted(directory.rglob("*")):
-        status = path.stat(follow_symlinks=False)
-        facts = f"\0{path.relative_to(directory)}\0{status.st_size}\0{status.st_ino}"
-        digest.update(f"{facts}\0{status.st_mtime_ns}".encode())
+    facts = f"{_modicum.version()}\0{dtype}\0{directory.resolve()}"
+    with reading(directory):
+        for path in sorted(directory.rglob("*")):
+            status = path.stat(follow_symlinks=False)
+            facts += f"\0{path.relative_to(directory)}\0{status.st_size}\0{status.st_ino}"
+            facts += f"\0{status.st_mtime_ns}"
+    digest.update(os.fsencode(facts))
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Recognises other programs' checkpoint directories by the files in them."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ def recognised(path: Path) -> FoundDirectory | None:
         names = sorted(entry.name for entry in path.iterdir())
     if METADATA in names:
         return FoundDirectory(DCP, [path])
-    inside = [name for name in names if (path / name / METADATA).exists()]
+    inside = [name for name in names if os.path.exists(path / name / METADATA)]
     models = [name for name in inside if MODELS.fullmatch(name)]
     if models:
         optimizers = [name for name in inside if OPTIMIZERS.fullmatch(name)]
@@ -49,8 +50,9 @@ def required(path: Path) -> FoundDirectory:
     found = recognised(path)
     if found is not None:
         return found
-    inside = sorted(file.parent.name for file in path.glob(f"*/{METADATA}"))
-    names = sorted(entry.name for entry in path.iterdir())
+    with reading(path):
+        inside = sorted(file.parent.name for file in path.glob(f"*/{METADATA}"))
+        names = sorted(entry.name for entry in path.iterdir())
     got = f"{METADATA} in {', '.join(inside)}" if inside else ", ".join(names[:_NAMES_SHOWN])
     more = ", ..." if not inside and len(names) > _NAMES_SHOWN else ""
     expected = f"{METADATA} (torch.distributed.checkpoint), pytorch_model_fsdp_0/{METADATA} "
