@@ -107,9 +107,9 @@ std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers = 0,
                                      std::optional<DType> dtype = {});
 
 // The tensors of a model by the text of its config.json, as arch_tensors lists them. The families
-// are those of the architectures. Throws UNSUPPORTED if config.json is of another family, or has a
-// member with which the tensors are not known, FORMAT.JSON, and FORMAT.SCHEMA if a size is missing
-// or out of range.
+// are those of the architectures. Throws FORMAT.JSON if the text is no valid JSON, FORMAT.SCHEMA if
+// a size is missing or out of range, and UNSUPPORTED if config.json is of another family or has a
+// member whose effect on the tensors is not known.
 std::vector<TensorSpec> config_tensors(const std::string& config);
 
 // The hub's config.json with this number of layers and dtype (see arch_tensors).

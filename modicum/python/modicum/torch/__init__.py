@@ -18,10 +18,10 @@
 
 A *checkpoint* is a directory of Hugging Face files, or one that `save` has written; a *run* is the
 directory of all saved checkpoints, `run/step-N` (its file `latest` is for people). If all
-checkpoints of a run are damaged, `resume` raises an error, so the first one is not loaded in their
-place unnoticed. Make a scheduler before `resume`, and load its state from `resumed.extra` after it:
-one that is made afterwards overwrites the resumed `lr`. Importing this package imports torch, but
-not transformers or accelerate, and patches nothing.
+checkpoints of a run are damaged, `resume` raises an error, so that training does not start from
+`base` again unnoticed. Make a scheduler before `resume`, and load its state from `resumed.extra`
+after it: one that is made afterwards overwrites the resumed `lr`. Importing this package imports
+torch, but not transformers or accelerate, and patches nothing.
 """
 
 from modicum.options import MemoryPolicy as MemoryPolicy

@@ -236,10 +236,12 @@ class Checkpoints:
         _require_fsdp2(accelerator, folder)
         directory, is_first = folder.parent if index else folder, accelerator.is_main_process
         self._warn_of_other_files(directory, index, is_first=is_first)
+        resumed = load_inside(upstream.bare(model), folder, self._resume_arguments())
+        self._loadings[-1].reports.append(resumed.load)
+
+    def _resume_arguments(self) -> dict[str, Any]:
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
-        innermost = self._loadings[-1]
-        arguments = {name: innermost._arguments[name] for name in names}
-        innermost.reports.append(load_inside(upstream.bare(model), folder, arguments).load)
+        return {name: self._loadings[-1]._arguments[name] for name in names}
 
     def _load_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = upstream.arguments(original, args, kwargs)
@@ -253,8 +255,7 @@ class Checkpoints:
             return original(*args, **kwargs)
         _require_fsdp2(arguments["accelerator"], directory)
         model, optimizer = upstream.bare(arguments["model"]), unwrapped(arguments["optimizer"])
-        ledger = self._loadings[-1]._arguments["ledger"]
-        return load_state_inside(model, optimizer, directory, ledger)
+        return load_state_inside(model, optimizer, directory, self._resume_arguments())
 
     # ---- methods of Accelerator
 

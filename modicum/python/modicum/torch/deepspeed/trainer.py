@@ -47,9 +47,9 @@ def config_of(arguments: Any) -> dict[str, Any]:
         Path("resolved.json").write_text(json.dumps(config_of(arguments)))
         modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
 
-    Infinities and NaN at its top level are left out, since JSON lacks them. "auto" are bucket sizes
-    that depend on the model, which do not change host memory, and `train_batch_size`, which follows
-    from the plan's ranks.
+    Infinities and NaN at its top level are left out, since JSON lacks them. These stay "auto":
+    sizes that depend on the model and, before training, the scheduler's numbers of steps, none of
+    which change host memory; and `train_batch_size`, which follows from the plan's ranks.
 
     Raises:
         UsageError: the arguments have no DeepSpeed configuration.

@@ -55,8 +55,9 @@ def load(
             their state, which is allocated after the load. With a single one it also covers a save
             of model and state, or a warning names the reason why not.
         budget: host memory per node, bytes or text ("200GiB"). It includes what the rank
-            processes hold already, but not what others allocate later: activations, and on the CPU
-            torch's `grad` of bfloat16 parameters with fp32 (2 bytes per element).
+            processes hold already, but not what the program and torch allocate in them later:
+            activations, and on the CPU the `grad` of bfloat16 parameters that an AdamW with
+            `state_format="fp32"` steps (2 bytes per element).
             "none": no limit. None: the budget of `loading()` or the ledger's limit, or what the
             cgroup and the node have left.
         dtype: the dtype of tensors that `from_pretrained` would cast, a torch.dtype or its name
@@ -100,8 +101,9 @@ def arguments_in(
     ruling: Collection[str] | None = None,
     **direct: Any,
 ) -> dict[str, Any]:
-    """All arguments of `load_by`: those in `rules` and `memory`, of which those in `ruling` and
-    `HOLDING` act in `function`; `direct`; and the defaults of others."""
+    """The dict that `arguments` of `load_by` returns: `direct`, the fields of `rules` and `memory`,
+    and defaults for the rest. Raises `UsageError`, naming `function`, if a field of `rules` is set
+    that is not in `ruling` (None: all are allowed), or one of `memory` that is not in `HOLDING`."""
     named = _DIRECT | direct | read_options(function, LoadRules, None)
     named |= read_options(function, LoadRules, rules, ruling)
     return named | read_options(function, MemoryPolicy, memory, HOLDING)

@@ -25,7 +25,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import Error, is_damage, refusal
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.load import outside_inference
+from modicum.torch.loading.load import arguments_in, outside_inference
 from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
@@ -147,7 +147,8 @@ def load_inside(model: nn.Module, directory: Path, arguments: Mapping[str, Any])
         for name, entry in tensors.items():
             if id(entry.tensor) not in known:
                 what = "the checkpoint lacks a tensor of the model: build the model that was "
-                what += "saved, or pass the checkpoint to from_pretrained and missing= to loading()"
+                what += "saved, or build it by from_pretrained(CHECKPOINT) within "
+                what += "loading(rules=LoadRules(missing=...))"
                 raise refusal("MISMATCH", what, file=directory.name, tensor=name)
     return resumed
 
@@ -156,11 +157,13 @@ def load_state_inside(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     directory: Path,
-    ledger: _modicum.Ledger | None,
+    arguments: Mapping[str, Any],
 ) -> None:
-    """Loads the optimizer's state of a checkpoint after `load_inside`. Collective."""
+    """Loads the optimizer's state of a checkpoint after `load_inside`. Collective. `arguments`: as
+    of `load_inside`."""
     require_whole(directory)
-    found = find(directory, optimizer, [])
+    ledger = arguments["ledger"]
+    found = find(directory, optimizer, [], lambda: arguments_in("resume") | {**arguments})
     with outside_inference(model), Ranks.of_world().together() as ranks:
         load_state(model, optimizer, found, ledger or _modicum.Ledger(), ranks)
 
@@ -208,8 +211,8 @@ def fault_of(directory: Path) -> str:
 
 
 def _checkpoints_in(directory: Path) -> list[Path]:
-    """The checkpoints of Modicum in a directory: itself, and those of the models after the
-    first."""
+    """The checkpoints of Modicum in a directory: itself and, if accelerate has saved several
+    models, the subdirectories of all but the first."""
     return [folder for folder in (directory, *folders_in(directory)) if is_checkpoint(folder)]
 
 
