@@ -116,7 +116,9 @@ def test_an_interrupted_import_leaves_nothing(
     large = {"w": torch.zeros(1 << 26)}
     checkpoint.save({"model": large}, checkpoint_id=tmp_path / "large", no_dist=True)
     run = [sys.executable, "-c", COMMAND, "convert", "large", "out", "--json"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     with subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGHUP, before)
         while process.poll() is None and not [*tmp_path.glob(".out.import-*")]:
             pass
         process.send_signal(number)
