@@ -49,7 +49,8 @@ std::string expanded(const std::string& path) {
     const std::string whole = at->str(), word = (*at)[1];
     const std::string name = word.starts_with('{') ? word.substr(1, word.size() - 2) : word;
     to.append(from, text.cbegin() + at->position());
-    to += std::getenv(name.c_str()) == nullptr ? whole : variable(name);
+    const char* const value = std::getenv(name.c_str());
+    to += value == nullptr ? whole : value;
     from = text.cbegin() + at->position() + at->length();
   }
   return to.append(from, text.cend());

@@ -71,8 +71,7 @@ bool is_in(const JobPromise& job, const Budget& budget) {
   return fits(job.save, budget) && fits(job.resume, budget);
 }
 
-void add_jobs(const RunFlags& flags, const Run& run, PlanReport& report) {
-  const JobRuns runs = job_runs(flags, run);
+void add_jobs(const JobRuns& runs, const Run& run, PlanReport& report) {
   for (StrategyReport& strategy_report : report.strategies) {
     const Strategy& strategy = strategy_named(strategy_report.strategy);
     strategy_report.job = {plan_run(runs.saving, strategy, report.budget).promise,
@@ -87,20 +86,26 @@ void require_no_save(const Error& error) {
   if (error.category() != Category::unsupported && error.category() != Category::mismatch) throw;
 }
 
-// A FitsJob. Opens a run once for each dtype and state format.
+// A FitsJob. Opens a run once for each dtype and state format, but not the requested one.
 class JobFit {
  public:
   explicit JobFit(const std::optional<Budget>& budget) : budget_(budget) {}
+
+  // The runs of the requested run.
+  const JobRuns& add(const RunFlags& flags, const Run& run) {
+    return runs_[{flags.dtype, flags.optimizer}].emplace(job_runs(flags, run));
+  }
 
   // Also true if no save is predicted.
   bool operator()(const RunFlags& flags, const Run& run, const PlanOptions& options) {
     const std::optional<JobRuns>& runs = runs_of(flags, run);
     if (!runs) return true;
-    const auto promise = [&](Run changed) {
-      changed.options.ranks_per_node = options.ranks_per_node;
-      changed.options.staging_bytes = options.staging_bytes;
-      changed.staging_given = true;
-      return plan_run(changed, *options.strategy, budget_).promise;
+    const auto promise = [&](const Run& job) {
+      PlanOptions changed = job.options;
+      changed.strategy = options.strategy;
+      changed.staging_bytes = options.staging_bytes;
+      changed.ranks_per_node = options.ranks_per_node;
+      return make_plan(job.checkpoint.manifest, job.recipe, job.layout, changed).promise;
     };
     return is_in({promise(runs->saving), promise(runs->resuming)}, budget_.value());
   }
@@ -137,6 +142,7 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan) {
   require_node_flags(flags, of_plan.node);
   std::optional<Budget> budget;
+  JobFit fits_job(budget);
   const auto extend = [&](const Run& run, PlanReport& report) {
     budget = report.budget;
     if (!run.optimizer) return;
@@ -145,7 +151,7 @@ PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags&
       return;
     }
     try {
-      add_jobs(flags, run, report);
+      add_jobs(fits_job.add(flags, run), run, report);
       if (of_plan.node.is_any()) add_timelines(run, of_plan.node, report);
     } catch (const Error& error) {
       require_no_save(error);
@@ -153,7 +159,6 @@ PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags&
           fmt::format("the memory of a save is not predicted: {}", error.what()));
     }
   };
-  JobFit fits_job(budget);
   return plan_report(files, flags, of_plan, {extend, fits_job});
 }
 

@@ -18,15 +18,14 @@ from modicum.torch.loading.around import note_loaded
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
 from modicum.torch.loading.load import (
     arguments_in,
+    meeting_to_load,
     options_of,
-    outside_inference,
     recipe_arguments,
 )
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
 from modicum.torch.loading.planning import PlannedLoad, Size, plan_of
 from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_tokens
 from modicum.torch.loading.running import run
-from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.walk.load_report import LoadReport
@@ -253,9 +252,7 @@ def _fill(
 ) -> list[LoadReport]:
     """Loads a dict or a path. `arguments`: as for `load_by`. Returns a report for each load."""
     reports = []
-    in_flight.finish()
-    with outside_inference(module), Ranks.of_world().together() as ranks:
-        in_flight.deliver()
+    with meeting_to_load(module) as ranks:
         named = arguments()
         options = options_of(named)
         _require_full(full, full_options)

@@ -114,9 +114,17 @@ def load_by(
 ) -> LoadReport:
     """As `load`. Collective. `arguments`: returns the arguments of `load` and the fields of
     its options, by name. It is called where all ranks raise its error."""
-    model = inside_ddp(model)
-    with outside_inference(model):
-        return _load(model, source, arguments)
+    return _load(inside_ddp(model), source, arguments)
+
+
+@contextmanager
+def meeting_to_load(model: nn.Module) -> Iterator[Ranks]:
+    """The meeting of all ranks in which they load into `model`: after a save in the background,
+    whose error is raised here, and outside of inference mode. Collective."""
+    in_flight.finish()
+    with outside_inference(model), Ranks.of_world().together() as ranks:
+        in_flight.deliver()
+        yield ranks
 
 
 @contextmanager
@@ -155,9 +163,7 @@ def recipe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _load(model: nn.Module, source: Source, arguments: Callable[[], dict[str, Any]]) -> LoadReport:
     """The arguments of one rank may be wrong, or name a file that it does not see: they are read
     where all ranks raise its error."""
-    in_flight.finish()
-    with Ranks.of_world().together() as ranks:
-        in_flight.deliver()
+    with meeting_to_load(model) as ranks:
         named = arguments()
         options, recipe_options = options_of(named), recipe_arguments(named)
         whole = Model.of(model, adapter=recipe_options["adapter"], originals=True)

@@ -23,7 +23,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import adapter_config
 from modicum.torch.loading.goal import Model
-from modicum.torch.ranks.collectives import settled
+from modicum.torch.ranks.collectives import reduce_over
 from modicum.torch.shards.placements import Sharding, Shardings
 from modicum.torch.shards.tensors import ModelTensor
 from modicum.upstream.peft import begins_at_zero
@@ -200,17 +200,11 @@ class _Rows:
     def _reduce(self, values: torch.Tensor, operation: str) -> None:
         """Reduces `values` in place over all ranks of the tensor's mesh, on the mesh's device: the
         values are on the CPU with FSDP2's offload. `operation`: "MAX" or "SUM"."""
-        import torch.distributed as dist
-
         mesh: Any = getattr(self._entry.tensor, "device_mesh", None)
-        if mesh is None:
-            return
-        reduced = values.to(mesh.device_type)
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                op = getattr(dist.ReduceOp, operation)
-                settled(dist.all_reduce, reduced, op, group=mesh.get_group(dim))
-        values.copy_(reduced)
+        if mesh is not None:
+            reduced = values.to(mesh.device_type)
+            reduce_over(mesh, reduced, operation)
+            values.copy_(reduced)
 
 
 def _made_by_model(module: nn.Module, entry: ModelTensor, stored: int, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils import deterministic
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim.names import ListedParameter
-from modicum.torch.ranks.collectives import settled
+from modicum.torch.ranks.collectives import reduce_over
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, version_of
 from modicum.upstream.torch_distributed import dtensor_like
@@ -290,13 +290,8 @@ def largest(meshes: Iterable[Any], value: int) -> int:
 
 def _reduced(mesh: Any, values: list[float], operation: str = "SUM") -> list[float]:
     """`values`, reduced over the mesh's ranks; unchanged on a rank outside the mesh."""
-    import torch.distributed as dist
-
     if mesh.get_coordinate() is None:
         return values
     reduced = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            op = getattr(dist.ReduceOp, operation)
-            settled(dist.all_reduce, reduced, op, group=mesh.get_group(dim))
+    reduce_over(mesh, reduced, operation)
     return reduced.tolist()

@@ -29,3 +29,14 @@ def settled(
     deadline = time.monotonic() + LIMIT_S
     while sys.getrefcount(tensor) > before and time.monotonic() < deadline:
         time.sleep(0.0001)
+
+
+def reduce_over(mesh: Any, tensor: torch.Tensor, operation: str) -> None:
+    """Reduces a tensor on the mesh's device, in place, over all ranks of the mesh. Collective.
+    `operation`: "SUM" or "MAX"."""
+    import torch.distributed as dist
+
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            op = getattr(dist.ReduceOp, operation)
+            settled(dist.all_reduce, tensor, op, group=mesh.get_group(dim))
