@@ -9,7 +9,7 @@ namespace modicum {
 namespace {
 
 constexpr double kAmpleNs = 50 * kNsPerMs;      // left of the allowed CPU time
-constexpr double kMaxDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
+constexpr double kMaxDebtNs = 1000 * kNsPerMs;  // to read new copies, and kinds near the limit
 constexpr double kMaxCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
 constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while much is allowed
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before an exact reading
@@ -76,13 +76,17 @@ void TreeSampler::sample() {
   allowance_.spend(options_.cpu_ns() - cpu_before);
   const double share = allowance_.leaves(kAmpleNs) ? kEarlyDuty : options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
-  // Memory may rise so steeply that only a few samples are left before the limit: above half of the
-  // limit the pause is shorter while the allowance lasts.
-  const bool is_near = options_.limit_bytes != 0 &&
-                       std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
-  if (is_near && allowance_.leaves(kAmpleNs / 10)) {
+  // Memory may rise so steeply that only a few samples are left before the limit: the pause is
+  // shorter while the allowance lasts.
+  if (is_near_limit() && allowance_.leaves(kAmpleNs / 10)) {
     pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
   }
+}
+
+// Above half of the limit a kill may follow, which is explained by what was read before.
+bool TreeSampler::is_near_limit() const noexcept {
+  return options_.limit_bytes != 0 && !recent_.empty() &&
+         std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
 }
 
 void TreeSampler::discover() {
@@ -385,7 +389,8 @@ void TreeSampler::read_copies() {
   }
 }
 
-// Reads the kinds of those processes that have changed most, while the allowed CPU time lasts.
+// Reads the kinds of those processes that have changed most, while the allowed CPU time lasts; near
+// the limit on credit.
 void TreeSampler::read_kinds(int64_t now, int64_t cpu_before) {
   std::vector<std::pair<uint64_t, TrackedProcess*>> due;
   for (TrackedProcess& tracked : tracked_) {
@@ -398,10 +403,11 @@ void TreeSampler::read_kinds(int64_t now, int64_t cpu_before) {
     if (has_grown || is_old) due.emplace_back(change, &tracked);
   }
   std::sort(due.begin(), due.end(), std::greater<>());
+  const double rest_ns = is_near_limit() ? -kMaxDebtNs : kAmpleNs / 2;
   for (const auto& [change, tracked] : due) {
     const int64_t cpu_now = options_.cpu_ns();
     const int64_t cost = cpu_now - cpu_before + tracked->kinds_cost_ns;
-    if (!allowance_.leaves(kAmpleNs / 2, static_cast<double>(cost))) return;
+    if (!allowance_.leaves(rest_ns, static_cast<double>(cost))) return;
     tracked->rss_at_kinds = tracked->rss_bytes();
     tracked->kinds_at_ns = now;
     if (auto kinds = read_memory_kinds(tracked->pid, options_.root)) tracked->kinds = *kinds;

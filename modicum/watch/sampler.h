@@ -22,7 +22,8 @@
 //
 // The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
 // after 10 s if it has changed at all; the process that has changed most comes first, while the
-// allowed CPU time lasts.
+// allowed CPU time lasts. Above half of the limit they are read on credit: a kill may follow, and
+// `growth` names the owner from them.
 #pragma once
 
 #include <algorithm>
@@ -157,6 +158,7 @@ class TreeSampler {
   void read_rank(TrackedProcess& tracked);
   void give_rank(const TrackedProcess& tracked);
   Reading what_to_read(int64_t now);
+  bool is_near_limit() const noexcept;
   bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies);
   bool may_have_huge_pages() const;
   bool has_copied(int64_t now);

@@ -496,6 +496,16 @@ TEST(Sampler, KindsAreNotReadWhenTheAllowedTimeIsUsedUp) {
   EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 6000");
 }
 
+TEST(Sampler, KindsAreReadOnCreditNearTheLimit) {
+  SampledTree tree({.limit_bytes = 50'000 * kKiB}, 60 * kNsPerMs);
+  tree.put(11, {.anon_kib = 26'000});
+  put_heap(tree.machine(), 11, 20'000);
+  tree.sample_after();
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "0 0");
+  tree.sample_after();
+  EXPECT_EQ(kinds_in(tree.sampler().last()), "20000 6000");
+}
+
 // Of 90'000 KiB the two processes share 80'000 since a fork. The kernel's log counts them in full.
 TEST(Sampler, AKillIsASampleOfWhatTheProcessHadGained) {
   SampledTree tree({.limit_bytes = 300'000 * kKiB});
