@@ -127,8 +127,21 @@ uint64_t most_file_bytes(const std::string& name) {
   return out.text().size() + 1;
 }
 
+constexpr uint64_t kChunkText = 19;  // 16 digits, quotes, a comma
+
+// The length of the entries of `tensors`, unless names have escapes or dims are long. A text that
+// grows as it is written is in memory twice for a moment.
+uint64_t likely_bytes(const std::vector<CheckpointTensor>& tensors) {
+  constexpr uint64_t kAround = 96, kDim = 8;
+  uint64_t bytes = 0;
+  for (const CheckpointTensor& tensor : tensors) {
+    bytes += tensor.spec.fqn.size() + kAround + kDim * tensor.spec.shape.size() +
+             kChunkText * (tensor.chunks.size() + tensor.checksums.size());
+  }
+  return bytes;
+}
+
 uint64_t tensor_bytes(const TensorSpec& spec, uint64_t chunks) {
-  constexpr uint64_t kChunkText = 19;  // 16 digits, quotes, a comma
   JsonWriter out;
   tensor_object(out, {spec, {}, {}}, false);
   return out.text().size() + 1 + kChunkText * chunks;
@@ -138,6 +151,7 @@ uint64_t tensor_bytes(const TensorSpec& spec, uint64_t chunks) {
 
 std::string record_json(const CheckpointRecord& record, bool with_checksums) {
   JsonWriter out;
+  out.reserve(likely_bytes(record.tensors) + likely_bytes(record.state));
   const auto tensors_member = [&](std::string_view key,
                                   const std::vector<CheckpointTensor>& tensors) {
     out.key(key).begin_array();
@@ -156,7 +170,7 @@ std::string record_json(const CheckpointRecord& record, bool with_checksums) {
   tensors_member("tensors", record.tensors);
   tensors_member("state", record.state);
   out.end_object();
-  return out.text();
+  return out.take();
 }
 
 uint64_t most_record_bytes(std::span<const Manifest* const> parts,

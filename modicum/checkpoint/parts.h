@@ -105,6 +105,20 @@ void prove_name(std::string_view name, const std::string& file);
 // or FORMAT.ALIGN.
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
+// The header of a safetensors file, as safetensors_header returns it.
+class HeaderText {
+ public:
+  // `bytes`: its length, if known, so that no more is allocated.
+  explicit HeaderText(const std::map<std::string, std::string>& metadata, uint64_t bytes = 0);
+  // Adds a tensor at bytes [begin, end) of the data.
+  void add(const TensorSpec& spec, uint64_t begin, uint64_t end);
+  // Moves the header out. Throws FORMAT.LIMIT, naming the file.
+  std::string take(const std::string& file);
+
+ private:
+  JsonWriter json_;
+};
+
 // model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
 struct Index {
   std::string name;                                       // the index's own file name

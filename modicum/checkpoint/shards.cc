@@ -138,11 +138,14 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
 }
 
 std::string output_header(const Manifest& manifest, uint32_t file) {
-  std::vector<TensorSpec> specs;
+  const DataFile& described = manifest.files[file];
+  HeaderText text(metadata(), described.header_bytes);
   for (const StoredTensor& stored : manifest.tensors) {
-    if (stored.at.file == file) specs.push_back(stored.spec);
+    if (stored.at.file != file) continue;
+    text.add(stored.spec, stored.at.begin - described.header_bytes,
+             stored.at.end - described.header_bytes);
   }
-  return safetensors_header(specs, manifest.files[file].name, metadata());
+  return text.take(described.name);
 }
 
 std::string output_index(const Manifest& manifest) {

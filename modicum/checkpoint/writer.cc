@@ -30,42 +30,47 @@ std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::st
   return begins;
 }
 
-std::string header_json(std::span<const TensorSpec> tensors, const std::vector<uint64_t>& begins,
-                        const std::map<std::string, std::string>& metadata) {
-  JsonWriter json;
-  json.begin_object();
-  if (!metadata.empty()) {
-    json.key(kMetadataKey).begin_object();
-    for (const auto& [key, text] : metadata) json.member(key, text);
-    json.end_object();
-  }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const TensorSpec& spec = tensors[i];
-    json.key(spec.fqn).begin_object().member("dtype", stored_name(spec.dtype));
-    json.key("shape").begin_array();
-    for (const int64_t dim : spec.shape) json.value(dim);
-    json.end_array().key("data_offsets").begin_array();
-    json.value(begins[i]).value(begins[i + 1]).end_array().end_object();
-  }
-  return json.end_object().text();
-}
-
 }  // namespace
 
-std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
-                               const std::map<std::string, std::string>& metadata) {
-  const std::string json = header_json(tensors, lay_out(tensors, file), metadata);
-  const uint64_t length = round_up(json.size(), kAlignment);
+HeaderText::HeaderText(const std::map<std::string, std::string>& metadata, uint64_t bytes) {
+  json_.reserve(bytes);
+  json_.begin_object();
+  if (metadata.empty()) return;
+  json_.key(kMetadataKey).begin_object();
+  for (const auto& [key, text] : metadata) json_.member(key, text);
+  json_.end_object();
+}
+
+void HeaderText::add(const TensorSpec& spec, uint64_t begin, uint64_t end) {
+  json_.key(spec.fqn).begin_object().member("dtype", stored_name(spec.dtype));
+  json_.key("shape").begin_array();
+  for (const int64_t dim : spec.shape) json_.value(dim);
+  json_.end_array().key("data_offsets").begin_array();
+  json_.value(begin).value(end).end_array().end_object();
+}
+
+std::string HeaderText::take(const std::string& file) {
+  json_.end_object();
+  std::string header = json_.take();
+  const uint64_t length = round_up(header.size(), kAlignment);
   if (length > kLargestHeader) {
     fail(Category::format_limit, "the header is too long",
          {.file = file,
           .expected = std::to_string(kLargestHeader) + " bytes at most",
           .got = std::to_string(length) + " bytes"});
   }
-  std::string header(kLengthPrefix + length, ' ');
+  header.resize(length, ' ');
+  header.insert(0, kLengthPrefix, ' ');
   for (size_t i = 0; i < kLengthPrefix; ++i) header[i] = static_cast<char>(length >> (8 * i));
-  std::copy(json.begin(), json.end(), header.begin() + kLengthPrefix);
   return header;
+}
+
+std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
+                               const std::map<std::string, std::string>& metadata) {
+  const std::vector<uint64_t> begins = lay_out(tensors, file);
+  HeaderText text(metadata);
+  for (size_t i = 0; i < tensors.size(); ++i) text.add(tensors[i], begins[i], begins[i + 1]);
+  return text.take(file);
 }
 
 SafetensorsWriter::SafetensorsWriter(FileSystem& files, const std::string& path,

@@ -112,6 +112,7 @@ class JsonWriter {
   JsonWriter& member(std::string_view name, const T& v) {
     return key(name).value(v);
   }
+  void reserve(size_t bytes) { text_.reserve(bytes); }
   // The document so far.
   const std::string& text() const noexcept { return text_; }
   // Moves the document out. The writer must not be used afterwards.

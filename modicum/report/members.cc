@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 namespace modicum {
 namespace {
 
@@ -20,11 +22,11 @@ void rank_object(JsonWriter& out, const Promise& promise, const RankOutcome& ran
 }
 
 uint64_t node_kernel_peak(const PromiseAndOutcomes& outcomes, int node) {
-  uint64_t sum = outcomes.launcher_bytes;
+  uint64_t sum = outcomes.launcher.with_ranks;
   for (const RankOutcome& rank : outcomes.ranks) {
     if (outcomes.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
   }
-  return sum;
+  return std::max(sum, outcomes.launcher.alone);
 }
 
 // RankOutcome::unexplained_bytes in words. It is negative if other processes have begun to share
@@ -122,7 +124,7 @@ void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes) {
     out.member("peak_bytes", promised);  // the key of the promised peak in documents of `plan`
     out.member("kernel_peak_bytes", node_kernel_peak(outcomes, node));
     if (outcomes.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *outcomes.cgroup_peak_bytes);
-    out.member("launcher_bytes", outcomes.launcher_bytes);
+    out.member("launcher_bytes", outcomes.launcher.with_ranks);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
@@ -130,11 +132,12 @@ void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes) {
   out.end_array();
 }
 
-void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes) {
+void phases_member(JsonWriter& out, std::span<const PhaseReport> phases,
+                   const LauncherMemory& launcher) {
   out.key("phases").begin_array();
   for (const PhaseReport& phase : phases) {
     out.begin_object().member("phase", phase.name);
-    outcome_members(out, {phase.promise, phase.ranks, launcher_bytes});
+    outcome_members(out, {phase.promise, phase.ranks, launcher});
     out.end_object();
   }
   out.end_array();

@@ -34,12 +34,13 @@ std::string budget_text(const std::optional<Budget>& budget);  // an empty line,
 struct PromiseAndOutcomes {
   const Promise& promise;
   std::span<const RankOutcome> ranks;  // by rank
-  uint64_t launcher_bytes = 0;
+  LauncherMemory launcher;
   std::optional<uint64_t> cgroup_peak_bytes = std::nullopt;
 };
 void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes);  // `nodes` and `ranks`
 std::string outcome_text(const PromiseAndOutcomes& outcomes);               // a table
-void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
+void phases_member(JsonWriter& out, std::span<const PhaseReport> phases,
+                   const LauncherMemory& launcher);
 
 // A part of a job, which `plan` reports as one phase.
 struct JobPhase {

@@ -19,7 +19,8 @@ void RehearseReport::add_resumed(const LoadReport& resumed) {
   for (size_t node = 0; node < peaks.size(); ++node) {
     promised_bytes[node] = std::max(promised_bytes[node], peaks[node]);
   }
-  launcher_bytes = std::max(launcher_bytes, resumed.launcher_bytes);
+  launcher.with_ranks = std::max(launcher.with_ranks, resumed.launcher.with_ranks);
+  launcher.alone = std::max(launcher.alone, resumed.launcher.alone);
 }
 
 std::string rehearse_json(const RehearseReport& report) {
@@ -34,7 +35,7 @@ std::string rehearse_json(const RehearseReport& report) {
   out.key("promised_bytes").begin_array();
   for (const uint64_t peak : report.promised_bytes) out.value(peak);
   out.end_array();
-  phases_member(out, report.phases, report.launcher_bytes);
+  phases_member(out, report.phases, report.launcher);
   out.member("grad_norm", report.grad_norm).member("max_norm", report.max_norm);
   out.member("model_digest", digest_text(report.model_digest));
   out.member("digest_uninterrupted", digest_text(report.state_digest));
@@ -55,7 +56,7 @@ std::string rehearse_text(const RehearseReport& report) {
                   row_of(report.format).name, report.load_s, report.elapsed_s);
   for (const PhaseReport& phase : report.phases) {
     text += fmt::format("\n{}\n{}", phase.name,
-                        outcome_text({phase.promise, phase.ranks, report.launcher_bytes}));
+                        outcome_text({phase.promise, phase.ranks, report.launcher}));
   }
   text += budget_text(report.budget);
   if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);

@@ -297,12 +297,11 @@ std::string load_json(const LoadReport& report) {
     state_digest_member(out, report.state_digest);
   }
   compared_members(out, report.compared);
-  if (!report.phases.empty()) phases_member(out, report.phases, report.launcher_bytes);
+  if (!report.phases.empty()) phases_member(out, report.phases, report.launcher);
   out.member("full_per_rank_bytes",
              report.full_per_rank.node_peak_bytes(worst_node(report.full_per_rank)));
   budget_member(out, report.budget);
-  outcome_members(out,
-                  {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
+  outcome_members(out, {report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
 
@@ -329,8 +328,7 @@ std::string load_text(const LoadReport& report) {
       static_cast<double>(read) /
           static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
       report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
-  text +=
-      outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
+  text += outcome_text({report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   text += full_per_rank_text(report) + budget_text(report.budget) + compared_text(report.compared);
   if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";

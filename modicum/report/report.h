@@ -221,13 +221,19 @@ struct PhaseReport {
   std::vector<RankOutcome> ranks;  // in this phase, by rank
 };
 
+// The measured memory of the launcher.
+struct LauncherMemory {
+  uint64_t with_ranks = 0;  // when the ranks had finished; shared pages count in part
+  uint64_t alone = 0;       // its highest before the ranks began or after they ended
+};
+
 struct LoadReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   Promise promise;
-  Promise full_per_rank;                      // of the same run if each rank read the whole model
-  std::vector<RankOutcome> ranks;             // by rank
-  uint64_t launcher_bytes = 0;                // measured memory of the launcher
+  Promise full_per_rank;           // of the same run if each rank read the whole model
+  std::vector<RankOutcome> ranks;  // by rank
+  LauncherMemory launcher;
   std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
   double elapsed_s = 0;
   double check_s = 0;
@@ -257,7 +263,7 @@ struct RehearseReport {
   StateFormat format = StateFormat::fp32;
   std::vector<uint64_t> promised_bytes;  // by node: the highest promise of all phases
   std::vector<PhaseReport> phases;
-  uint64_t launcher_bytes = 0;  // measured memory of the launcher
+  LauncherMemory launcher;
   int steps = 0;
   uint64_t seed = 0;
   double load_s = 0;
@@ -284,8 +290,8 @@ struct SaveReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   Promise promise;
-  std::vector<RankOutcome> ranks;             // over load and save, by rank
-  uint64_t launcher_bytes = 0;                // measured memory of the launcher
+  std::vector<RankOutcome> ranks;  // over load and save, by rank
+  LauncherMemory launcher;
   std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
   int64_t step = 0;                           // S of ROOT/step-S
   bool is_preempted = false;  // a stop signal came; the save was finished nevertheless
@@ -341,7 +347,7 @@ struct ConvertReport {
   CheckpointFacts checkpoint;
   Promise promise;
   std::vector<RankOutcome> ranks;  // one rank
-  uint64_t launcher_bytes = 0;     // measured memory of the launcher
+  LauncherMemory launcher;
   std::string path;
   bool is_durable = true;  // as in SaveReport
   uint64_t written_bytes = 0;

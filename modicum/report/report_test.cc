@@ -64,7 +64,7 @@ LoadReport small_load() {
   }
   report.ranks = {outcome_of(0, 108 * kMiB, 111 * kMiB), outcome_of(1, kMiB, 2 * kMiB),
                   outcome_of(2, 108 * kMiB, 110 * kMiB)};
-  report.launcher_bytes = 5 * kMiB;
+  report.launcher = {.with_ranks = 5 * kMiB, .alone = 6 * kMiB};
   report.elapsed_s = 1.25;
   report.check_s = 0.5;
   return report;

@@ -71,8 +71,7 @@ std::string save_json(const SaveReport& report) {
   names_member(out, "left_out", report.left_out);
   compared_members(out, report.compared);
   budget_member(out, report.budget);
-  outcome_members(out,
-                  {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
+  outcome_members(out, {report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
 
@@ -85,8 +84,7 @@ std::string save_text(const SaveReport& report) {
     text += "a stop signal came while the checkpoint was saved: it is complete\n";
   text += names_text("copied", report.copied);
   text += names_text("left out", report.left_out) + "\n";
-  text +=
-      outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
+  text += outcome_text({report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
           digest_text(report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
@@ -107,7 +105,7 @@ std::string convert_json(const ConvertReport& report) {
   if (!report.step) compared_members(out, report.compared);
   if (report.losses) losses_members(out, *report.losses);
   budget_member(out, report.budget);
-  outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
+  outcome_members(out, {report.promise, report.ranks, report.launcher});
   return out.end_object().text();
 }
 
@@ -118,7 +116,7 @@ std::string convert_text(const ConvertReport& report) {
   if (report.kept_files > 0) text += fmt::format(", {} kept", report.kept_files);
   text += '\n';
   text += names_text("left out", report.left_out) + "\n";
-  text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
+  text += outcome_text({report.promise, report.ranks, report.launcher});
   text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
           digest_text(report.digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);

@@ -314,9 +314,17 @@ std::optional<NewForm> SavePlan::new_form(const Checkpoint& source) const {
 
 Footprint SavePlan::footprint() const {
   Footprint result;
-  result[Purpose::header] = manifest_.held_bytes();
+  result[Purpose::header] = manifest_.held_bytes() + text_bytes(manifest_);
   result[Purpose::plan] = plan_.held_bytes() + ChunkSums::held_bytes(manifest_);
   return result;
+}
+
+uint64_t text_bytes(const Manifest& manifest) noexcept {
+  uint64_t most = ChunkSums::exchanged_bytes(manifest);
+  for (const DataFile& file : manifest.files) {
+    most = std::max(most, heap_block_bytes(file.header_bytes));
+  }
+  return most;
 }
 
 SaveNeeds SavePlan::needs() const {

@@ -63,6 +63,10 @@ class SavePlan {
   std::vector<CopiedTensor> copied_;
 };
 
+// The texts of a part's files that a rank holds one after the other: a file's header, then the sums
+// that it hands over.
+uint64_t text_bytes(const Manifest& manifest) noexcept;
+
 // What the save of a part, the model or the optimizer's state, holds on a rank besides the values
 // that it saves.
 struct SaveNeeds {

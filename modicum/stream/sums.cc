@@ -65,6 +65,10 @@ uint64_t ChunkSums::held_bytes(const Manifest& manifest) noexcept {
          2 * heap_block_bytes((manifest.tensors.size() + 1) * sizeof(uint64_t));
 }
 
+uint64_t ChunkSums::exchanged_bytes(const Manifest& manifest) noexcept {
+  return heap_block_bytes(manifest.digest_chunks() * sizeof(Entry));
+}
+
 void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes) {
   const uint64_t unit = unit_bytes(manifest_.tensors[stored].spec);
   while (!bytes.empty()) {
@@ -152,7 +156,10 @@ void ChunkSums::add_sum(uint64_t chunk, const ChunkSum& more) {
 }
 
 std::vector<std::byte> ChunkSums::bytes() const {
+  const auto written = std::count_if(chunks_.begin(), chunks_.end(),
+                                     [](const ChunkSum& sum) { return sum.count != 0; });
   std::vector<std::byte> out;
+  out.reserve(static_cast<size_t>(written) * sizeof(Entry));
   for (uint64_t c = 0; c < chunks_.size(); ++c) {
     if (chunks_[c].count == 0) continue;
     const Entry entry{c, chunks_[c]};

@@ -48,8 +48,9 @@ class ChunkSums {
   ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only = {});
   ChunkSums(const Manifest&&, uint64_t, std::optional<ChunkSumKind> = {}) = delete;
   static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;
-  // The memory of a ChunkSums for this manifest.
+  // The memory of a ChunkSums for this manifest; that of the bytes that ranks exchange.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
+  static uint64_t exchanged_bytes(const Manifest& manifest) noexcept;
 
   // Adds a write of `bytes` to bytes [at, at + bytes.size()) of a stored tensor. Both ends must be
   // at element boundaries.

@@ -153,7 +153,6 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   ConvertReport report{.checkpoint = facts_of(run.checkpoint),
                        .promise = task.load.plan.promise,
                        .ranks = {outcome.load},
-                       .launcher_bytes = read_process_memory().held_bytes(),
                        .path = task.out,
                        .written_bytes = outcome.written_bytes,
                        .kept_files = outcome.kept_files,
@@ -162,6 +161,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   add_losses(conversion, report);
   add_companions(task, conversion, report);
   add_published(report, conversion.publish());
+  report.launcher = world.launcher_memory();
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
   for (const DataFile& file : task.form.manifest().files) {
     report.files.push_back({file.name, file.identity.size_bytes});

@@ -144,7 +144,7 @@ LoadReport load_in_ranks(const LoadTask& original, ShowBytes show) {
                     .checked = task.check};
   report.compared = world.compared.merged();
   dump.finish();
-  report.launcher_bytes = read_process_memory().held_bytes();
+  report.launcher = world.launcher_memory();
   report.cgroup_peak_bytes = world.cgroup_peak.bytes();
   uint64_t digest = 0;
   for (const RankOutcome& outcome : report.ranks) {

@@ -10,6 +10,7 @@
 
 #include "modicum/probe/probe.h"
 #include "modicum/ranks/ranks.h"
+#include "modicum/report/report.h"
 
 namespace modicum {
 
@@ -22,6 +23,11 @@ struct World {
 
   double seconds_until(int64_t end_ns) const noexcept {
     return static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
+  }
+
+  // Of this process, the launcher. Call it after outcomes_of.
+  LauncherMemory launcher_memory() const {
+    return {launcher_with_ranks, read_process_memory().peak_held()};
   }
 
   const Reporter& reporter(int rank) const noexcept {
@@ -38,6 +44,7 @@ struct World {
   std::string need;                    // text of an error: the memory that the plan needs; or empty
   std::vector<OwnReport> own_reports;  // by rank; each rank begins its own
   CgroupPeak cgroup_peak;              // since construction
+  uint64_t launcher_with_ranks = 0;    // see LauncherMemory
 };
 
 // Calls world.run_ranks, and `show` with the progress. If the kernel's OOM killer has killed a
@@ -49,18 +56,25 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
 // lives until all ranks have returned from live(). Throws the errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
-  using Outcome = decltype(std::declval<Rank&>().live());
+  struct Ended {
+    decltype(std::declval<Rank&>().live()) outcome;
+    uint64_t launcher_bytes;  // of rank 0
+  };
   run_watched(
       world,
       [&world](int rank) {
         Rank process(world, rank);
-        world.board.post_value(rank, process.live());
+        Ended ended{process.live(), 0};
+        if (rank == 0) ended.launcher_bytes = read_process_memory(world.launcher_pid).held_bytes();
+        world.board.post_value(rank, ended);
         world.board.barrier(rank);
       },
       show);
-  std::vector<Outcome> outcomes;
+  std::vector<decltype(Ended::outcome)> outcomes;
   for (int rank = 0; rank < world.board.ranks(); ++rank) {
-    outcomes.push_back(world.board.template posted_value<Outcome>(rank));
+    const auto ended = world.board.template posted_value<Ended>(rank);
+    outcomes.push_back(ended.outcome);
+    if (rank == 0) world.launcher_with_ranks = ended.launcher_bytes;
   }
   return outcomes;
 }

@@ -8,6 +8,8 @@
 #include <tuple>
 #include <utility>
 
+#include "modicum/stream/save.h"
+
 namespace modicum {
 namespace {
 
@@ -233,7 +235,7 @@ std::vector<uint32_t>::const_iterator StateFiles::find(const std::string& name) 
 
 Footprint StateFiles::footprint() const {
   Footprint result;
-  result[Purpose::header] = manifest_.held_bytes();
+  result[Purpose::header] = manifest_.held_bytes() + text_bytes(manifest_);
   result[Purpose::header] += heap_block_bytes(by_name_.size() * sizeof(uint32_t));
   result[Purpose::plan] = ChunkSums::held_bytes(manifest_);
   return result;

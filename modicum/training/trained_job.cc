@@ -168,7 +168,7 @@ JobOutcome run_job(const TrainedJob& job, ShowBytes show, const StopSignals* sto
     outcome.saved = publish(*saving, *job.save, trained, [&] { check_stop(*stop, *world.grace); });
     outcome.is_preempted = stop->received().has_value();
   }
-  outcome.launcher_bytes = read_process_memory().held_bytes();
+  outcome.launcher = world.launcher_memory();
   outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
   return outcome;
 }

@@ -49,7 +49,7 @@ struct JobOutcome {
   ComparedValues compared;
   double load_s = 0;   // until the last rank has loaded
   double ranks_s = 0;  // until the last rank has ended
-  uint64_t launcher_bytes = 0;
+  LauncherMemory launcher;
   std::optional<uint64_t> cgroup_peak_bytes;
   // With a save: the published checkpoint, with the warnings, and the damaged checkpoint of its
   // number.
