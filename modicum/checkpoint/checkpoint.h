@@ -57,8 +57,9 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
-// Whether open_checkpoint compares a saved checkpoint with its record.
-enum class Record : uint8_t { compared, ignored };
+// Whether open_checkpoint compares a saved checkpoint with its record. `in_save`: for a save, which
+// may itself be in flight in the directory.
+enum class Record : uint8_t { compared, in_save, ignored };
 // What the caller reads. `headers` also opens a directory of headers: its data files have their
 // true headers and sizes, but holes in place of the values, and `.headers-only` has the model's
 // name.
@@ -75,7 +76,8 @@ enum class Content : uint8_t { values, headers };
 // If the files are those of a checkpoint, or of the optimizer's state of a checkpoint, compares all
 // headers and texts of the checkpoint (without kExtraDirectory) with its record, and puts the
 // digests of values into Manifest::recorded. Then also throws the errors of open_run_checkpoint,
-// and INTEGRITY.
+// and INTEGRITY. Without COMMIT only the tensor files are compared; without a record, too, throws
+// UNCOMMITTED if a save into the directory is in flight or was interrupted.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
                            Record record = Record::compared, Content content = Content::values);
 

@@ -283,7 +283,7 @@ std::string defining_file(FileSystem& files, const std::string& directory) {
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record,
                            Content content) {
   std::optional<RecordComparison> comparison;
-  if (record == Record::compared) comparison.emplace(files, path);
+  if (record != Record::ignored) comparison.emplace(files, path, record == Record::in_save);
   const Source source = find_source(files, path);
   Checkpoint checkpoint;
   checkpoint.files = &files;

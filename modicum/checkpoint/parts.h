@@ -85,14 +85,16 @@ std::string defining_file(FileSystem& files, const std::string& directory);
 class RecordComparison {
  public:
   // Compares the headers and texts of the checkpoint, extra files excluded, with its record. `path`
-  // is as for open_checkpoint; nothing is compared if it has no record. Throws INTEGRITY and the
-  // errors of open_run_checkpoint.
-  RecordComparison(FileSystem& files, const std::string& path);
+  // is as for open_checkpoint; nothing is compared if it has no record. Throws INTEGRITY,
+  // UNCOMMITTED for the files of a save in flight unless `in_save`, and the errors of
+  // open_run_checkpoint.
+  RecordComparison(FileSystem& files, const std::string& path, bool in_save);
   // Sets Manifest::recorded, unless none of the files is in the record. Throws INTEGRITY if a
   // tensor is not in the record, or with another dtype or shape.
   void add_to(Manifest& manifest) const;
 
  private:
+  void compare_uncommitted(FileSystem& files, const std::string& root);
   bool lists(const std::string& name) const;
 
   CheckpointRecord record_;

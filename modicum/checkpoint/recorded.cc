@@ -6,12 +6,28 @@
 #include <string_view>
 
 #include "modicum/checkpoint/parts.h"
+#include "modicum/checkpoint/run_files.h"
 
 namespace modicum {
 namespace {
 
 bool is_committed(FileSystem& files, const std::string& directory) {
   return !directory.empty() && files.exists(join_path(directory, "COMMIT"));
+}
+
+// Throws UNCOMMITTED for the files of a save that has not ended: those in its directory, and those
+// of a directory without a record into which it renames them.
+void refuse_in_flight(FileSystem& files, const std::string& directory) {
+  const auto is_partial = [](const std::string& name) { return name.starts_with(kPartialPrefix); };
+  std::string partial = base_name(directory);
+  if (!is_partial(partial)) {
+    const std::vector<std::string> names = files.list(directory);
+    const auto found = std::find_if(names.begin(), names.end(), is_partial);
+    if (found == names.end()) return;
+    partial = *found;
+  }
+  fail(Category::uncommitted, "a save into this directory has not ended, or was interrupted",
+       {.file = directory, .got = partial});
 }
 
 // Whether the file is data of the saving program. It may be large, one for each rank, and no
@@ -50,22 +66,37 @@ void add_recorded(const StoredTensor& stored, const CheckpointTensor* recorded,
 
 }  // namespace
 
-RecordComparison::RecordComparison(FileSystem& files, const std::string& path) {
+RecordComparison::RecordComparison(FileSystem& files, const std::string& path, bool in_save) {
   std::string directory = path;
   if (!files.is_directory(directory)) {
     if (!files.exists(directory)) return;
     directory = parent_path(directory);
   }
   std::string root = directory;
-  if (!is_committed(files, root)) {
-    if (base_name(directory) != kStateDirectory) return;
+  const auto is_recorded = [&] { return is_committed(files, root) || has_record(files, root); };
+  if (!is_recorded() && base_name(directory) == kStateDirectory) {
     root = parent_path(directory);
-    if (!is_committed(files, root)) return;
     prefix_ = kStateFolder;
   }
-  record_ = open_run_checkpoint(files, root).record;
+  if (is_committed(files, root)) {
+    record_ = open_run_checkpoint(files, root).record;
+    for (const CheckpointFile& file : record_.files) {
+      if (!is_extra(file.name)) check_digest(files, root, file);
+    }
+  } else if (is_recorded()) {
+    compare_uncommitted(files, root);
+  } else if (!in_save) {
+    refuse_in_flight(files, root);
+  }
+}
+
+// Without COMMIT the files are a copy of a checkpoint's, perhaps with another config, or a save
+// into the directory has not ended: then only the record tells whether they belong together.
+void RecordComparison::compare_uncommitted(FileSystem& files, const std::string& root) {
+  record_ = parse_record(text_of(files, root, kManifest));
   for (const CheckpointFile& file : record_.files) {
-    if (!is_extra(file.name)) check_digest(files, root, file);
+    const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
+    if (has_tensors && files.exists(join_path(root, file.name))) check_digest(files, root, file);
   }
 }
 

@@ -84,6 +84,41 @@ TEST(RecordComparison, GivesTheDigestsOfModelAndState) {
   EXPECT_TRUE(open_checkpoint(files, kStep, Record::ignored).manifest.recorded.empty());
 }
 
+// Catches: the files of two saves, of which the second was interrupted between two renames, are
+// read as a checkpoint; so are those of a save in flight.
+TEST(RecordComparison, WithoutCommitTheTensorFilesAreCompared) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  const std::vector<uint64_t> recorded = open_checkpoint(files, kStep).manifest.recorded;
+  files.remove(join_path(kStep, "COMMIT"));
+  EXPECT_EQ(open_checkpoint(files, kStep).manifest.recorded, recorded);
+  EXPECT_EQ(open_checkpoint(files, "/root/step-3/optimizer").manifest.recorded,
+            std::vector<uint64_t>{103});
+  put(files, join_path(kStep, "config.json"), "{ }");
+  EXPECT_FALSE(opening(files, kStep)) << "a copy may have another config";
+  files.remove(join_path(kStep, "model.safetensors"));
+  put(files, join_path(kStep, "model.safetensors"),
+      safetensors_header(std::vector<TensorSpec>{{"w", Role::param, DType::bf16, {0}}}, "m"));
+  EXPECT_EQ(opening(files, kStep)->category(), Category::integrity);
+}
+
+TEST(RecordComparison, RefusesTheFilesOfASaveInFlight) {
+  MemoryFileSystem files;
+  files.make_directory("/root");
+  const CheckpointInFlight inside = begin_checkpoint_in(files, "/root/outer", 3, {"host", 1, 2});
+  for (const std::string& directory : {std::string("/root/outer"), inside.directory}) {
+    put(files, join_path(directory, "model.safetensors"),
+        safetensors_header(std::vector<TensorSpec>{{"w", Role::param, DType::bf16, {0}}}, "m"));
+    const auto error = opening(files, directory);
+    ASSERT_TRUE(error) << directory;
+    EXPECT_EQ(error->category(), Category::uncommitted);
+    EXPECT_EQ(error->facts().got, base_name(inside.directory));
+    open_checkpoint(files, directory, Record::in_save);
+  }
+  files.remove_tree(inside.directory);
+  EXPECT_FALSE(opening(files, "/root/outer"));
+}
+
 // Catches: a text that is not read is not compared.
 TEST(RecordComparison, GivesChecksumsIfEveryTensorHasThem) {
   MemoryFileSystem files;

@@ -55,20 +55,19 @@ std::unique_ptr<File> open_file(FileSystem& files, const std::string& directory,
   return files.open(path);
 }
 
-// No record is too long for a reader, so a manifest.json that is belongs to another program.
+}  // namespace
+
+std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
+  const uint64_t most = name == kCommit ? kLongestCommit : kLongestText;
+  return read_text(*open_file(files, directory, name), most, Category::integrity);
+}
+
 bool has_record(FileSystem& files, const std::string& path) {
   const std::string manifest = join_path(path, kManifest);
   if (!files.exists(manifest)) return false;
   const std::unique_ptr<File> file = files.open(manifest);
   return file->identity().size_bytes <= kLongestText &&
          is_record(read_text(*file, kLongestText, Category::integrity));
-}
-
-}  // namespace
-
-std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
-  const uint64_t most = name == kCommit ? kLongestCommit : kLongestText;
-  return read_text(*open_file(files, directory, name), most, Category::integrity);
 }
 
 bool is_run_checkpoint(FileSystem& files, const std::string& path) {

@@ -21,6 +21,9 @@ std::string commit_json(const CheckpointRecord& record, const std::string& manif
 // The text of a file of a checkpoint. Throws INTEGRITY if it is missing, not a regular file, or too
 // long.
 std::string text_of(FileSystem& files, const std::string& directory, const std::string& name);
+// Whether a directory has the manifest.json of a checkpoint. No record is too long for a reader, so
+// one that is belongs to another program.
+bool has_record(FileSystem& files, const std::string& path);
 // As publish_checkpoint, for a checkpoint of begin_checkpoint_in whose manifest.json is written.
 Publication publish_inside(FileSystem& files, const CheckpointInFlight& in_flight,
                            const CheckpointRecord& record, const std::string& manifest);

@@ -33,11 +33,14 @@ using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
 // Bytes that a rank process holds before the load: one number for all ranks, or one for each.
 using Baseline = std::variant<Size, std::vector<uint64_t>>;
 
-std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path) {
+std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path,
+                                     bool in_save) {
   auto opened = std::make_shared<OpenCheckpoint>();
   opened->checkpoint.files = opened->files.get();
   if (!path) return opened;  // a checkpoint without tensors
-  without_the_lock([&] { opened->checkpoint = open_checkpoint(*opened->files, path->string()); });
+  const Record record = in_save ? Record::in_save : Record::compared;
+  without_the_lock(
+      [&] { opened->checkpoint = open_checkpoint(*opened->files, path->string(), record); });
   return opened;
 }
 
@@ -388,15 +391,18 @@ Raises:
 
 void define_steps(nb::module_& module) {
   define_name_pattern(module);
-  module.def("open_checkpoint", open, "path"_a.none(),
+  module.def("open_checkpoint", open, "path"_a.none(), nb::kw_only(), "in_save"_a = false,
              R"(Opens a checkpoint: reads and validates headers, index and config.
 
 Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
         checkpoint without tensors.
+    in_save: a save, which may itself be in flight in the directory, opens it.
 
 Raises:
     FormatError: a header or the index is malformed.
+    IntegrityError: a file differs from its record (INTEGRITY); a save into the directory has not
+        ended (UNCOMMITTED).
     IoError: a file can't be read.)");
   module.def("make_recipe", recipe, "checkpoint"_a, "text"_a = nb::none(), nb::kw_only(),
              "dtype"_a = nb::none(), "keep_fp32"_a = nb::none(), "untie"_a = false,

@@ -277,7 +277,7 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
     """The goal of files with the names and shapes of a state dict. `source`: a checkpoint with the
     same names, whose division into files, config and tokenizer the checkpoint gets, or None.
     Collective."""
-    checkpoint = _modicum.open_checkpoint(source)
+    checkpoint = _modicum.open_checkpoint(source, in_save=True)
     stored = checkpoint.stored
 
     def node(name: str, tensor: torch.Tensor) -> Node:

@@ -142,7 +142,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
     try:
-        checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+        checkpoint = _modicum.open_checkpoint(None if at is None else Path(at), in_save=True)
     except IoError as error:
         if source is not None:
             raise
