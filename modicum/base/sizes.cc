@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <charconv>
-#include <cmath>
 #include <limits>
 
 #include "modicum/base/error.h"
@@ -16,29 +14,32 @@ namespace {
 
 struct Unit {
   std::string_view suffix;
-  double factor;
+  uint64_t factor;
 };
 
 constexpr std::array<Unit, 14> kSizeUnits = {{{"", 1},
                                               {"B", 1},
-                                              {"KB", 1e3},
-                                              {"MB", 1e6},
-                                              {"GB", 1e9},
-                                              {"TB", 1e12},
-                                              {"KiB", 1024.0},
-                                              {"MiB", 1048576.0},
-                                              {"GiB", 1073741824.0},
-                                              {"TiB", 1099511627776.0},
-                                              {"K", 1024.0},
-                                              {"M", 1048576.0},
-                                              {"G", 1073741824.0},
-                                              {"T", 1099511627776.0}}};
-constexpr std::array<Unit, 4> kCountUnits = {{{"", 1}, {"K", 1e3}, {"M", 1e6}, {"B", 1e9}}};
+                                              {"KB", 1'000},
+                                              {"MB", 1'000'000},
+                                              {"GB", 1'000'000'000},
+                                              {"TB", 1'000'000'000'000},
+                                              {"KiB", kKiB},
+                                              {"MiB", kMiB},
+                                              {"GiB", kGiB},
+                                              {"TiB", 1024 * kGiB},
+                                              {"K", kKiB},
+                                              {"M", kMiB},
+                                              {"G", kGiB},
+                                              {"T", 1024 * kGiB}}};
+constexpr std::array<Unit, 4> kCountUnits = {
+    {{"", 1}, {"K", 1'000}, {"M", 1'000'000}, {"B", 1'000'000'000}}};
+
+// In any locale.
+char lower(char c) noexcept { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
 bool is_same_but_for_case(std::string_view a, std::string_view b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](unsigned char x, unsigned char y) {
-    return std::tolower(x) == std::tolower(y);
-  });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](char x, char y) { return lower(x) == lower(y); });
 }
 
 template <size_t N>
@@ -69,21 +70,27 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
     refuse(fmt::format("unknown unit '{}'{}", printable(suffix),
                        nearest_hint(suffix, names_of(units))));
   }
-  // Integers up to 2^63-1 must be exact, so they are not parsed as doubles.
-  uint64_t whole = 0;
-  const char* const end = number.data() + number.size();
-  if (const auto [at, error] = std::from_chars(number.data(), end, whole);
-      error == std::errc() && at == end) {
-    const auto bytes = checked_mul(whole, static_cast<uint64_t>(unit->factor));
-    if (!bytes || *bytes > uint64_t{std::numeric_limits<int64_t>::max()}) refuse("too large");
-    return *bytes;
+  const auto* const point = std::find(number.begin(), number.end(), '.');
+  const std::string_view whole(number.begin(), point);
+  std::string_view fraction(point == number.end() ? point : point + 1, number.end());
+  if (std::find(fraction.begin(), fraction.end(), '.') != fraction.end() ||
+      whole.size() + fraction.size() == 0) {
+    refuse("not a number");
   }
-  double value = 0;
-  const auto [at, error] = std::from_chars(number.data(), end, value);
-  if (error != std::errc() || at != end) refuse("not a number");
-  const double bytes = std::floor(value * unit->factor);
-  if (!(bytes < 0x1p63)) refuse("too large");
-  return static_cast<uint64_t>(bytes);
+  // In integers, since a double misses 1.001M by one. Floors may be nested: digit by digit.
+  uint64_t parts = 0;
+  for (; !fraction.empty(); fraction.remove_suffix(1)) {
+    parts = (static_cast<uint64_t>(fraction.back() - '0') * unit->factor + parts) / 10;
+  }
+  uint64_t whole_units = 0;
+  if (!whole.empty() &&
+      std::from_chars(whole.data(), whole.data() + whole.size(), whole_units).ec != std::errc()) {
+    refuse("too large");
+  }
+  const auto product = checked_mul(whole_units, unit->factor);
+  const auto sum = product ? checked_add(*product, parts) : product;
+  if (!sum || *sum > uint64_t{std::numeric_limits<int64_t>::max()}) refuse("too large");
+  return *sum;
 }
 
 // Levenshtein's distance, one row of the table at a time.

@@ -57,6 +57,8 @@ TEST(ParseSize, FractionsAreRoundedDownToAByte) {
   EXPECT_EQ(parse_size("0.3KiB"), 307U);
   EXPECT_EQ(parse_size("1.9"), 1U);
   EXPECT_EQ(parse_size(".5KB"), 500U);
+  EXPECT_EQ(parse_size("64.1KB"), 64'100U) << "not through a double";
+  EXPECT_EQ(parse_count("1.001M"), 1'001'000U);
 }
 
 TEST(ParseSize, WholeNumbersAreExactUpToTheLimit) {

@@ -27,6 +27,7 @@ void Publication::take_in(Publication other) {
     std::erase(other.warnings, kNotDurable);
   }
   is_durable &= other.is_durable;
+  may_vanish |= other.may_vanish;
   for (std::string& warning : other.warnings) warnings.push_back(std::move(warning));
 }
 
@@ -42,7 +43,8 @@ Publication make_durable_or_take_back(FunctionRef<bool()> make_durable,
     } catch (const Error&) {
       return {false,
               {fmt::format("the result is visible, but it may not survive a power cut: {}",
-                           error.what())}};
+                           error.what())},
+              true};
     }
     throw;
   }
@@ -70,8 +72,15 @@ Publication publish_directory(FileSystem& files, const std::string& from, const 
     // A server can report an error for a rename that it has made.
     if (!before || !is_at(files, to, *before)) throw;
   }
+  const auto take_back = [&] {
+    try {
+      files.rename_new(to, from);
+    } catch (const Error&) {  // here, too
+      if (!before || is_at(files, to, *before)) throw;
+    }
+  };
   return make_durable_or_take_back([&] { return files.sync_directory(parent_path(to)); },
-                                   [&] { files.rename_new(to, from); });
+                                   take_back);
 }
 
 void write_durably(FileSystem& files, const std::string& path, const std::string& text) {

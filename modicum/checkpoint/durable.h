@@ -18,6 +18,9 @@ struct Publication {
   // that failed and the name could not be taken back.
   bool is_durable = true;
   std::vector<std::string> warnings;
+  // Whether a sync failed, and the name could not be taken back: after a power cut the result may
+  // be gone.
+  bool may_vanish = false;
 
   // Takes in a result of sync_directory, of a name that this depends on. The first false adds a
   // warning.

@@ -76,7 +76,8 @@ OwnerFile::OwnerFile(FileSystem& files, std::string path, std::unique_ptr<Locked
   }
   if (record_.is_locked && files_.is_of_one_kernel(path_)) return;
   try {
-    renewal_ = std::make_unique<std::thread>([this, renewal_ns] { renew(renewal_ns); });
+    renewal_ = std::make_unique<Renewal>();
+    renewal_->thread = std::thread([this, renewal_ns] { renew(*renewal_, renewal_ns); });
   } catch (const std::system_error& error) {
     files_.remove(path_);
     fail(Category::no_memory, fmt::format("no thread can be started: {}", error.code().message()));
@@ -88,19 +89,25 @@ OwnerFile::~OwnerFile() {
     static_cast<void>(renewal_.release());
     return;
   }
-  if (!renewal_) return;
-  {
-    const std::lock_guard guard(mutex_);
-    is_over_ = true;
-  }
-  ends_.notify_one();
-  renewal_->join();
+  end_renewal();
 }
 
-void OwnerFile::renew(int64_t every_ns) {
+void OwnerFile::end_renewal() {
+  if (!renewal_) return;
+  {
+    const std::lock_guard guard(renewal_->mutex);
+    renewal_->is_over = true;
+  }
+  renewal_->ends.notify_one();
+  renewal_->thread.join();
+  renewal_.reset();
+}
+
+void OwnerFile::renew(Renewal& renewal, int64_t every_ns) {
   const std::string text = owner_json(record_);
-  std::unique_lock guard(mutex_);
-  while (!ends_.wait_for(guard, std::chrono::nanoseconds(every_ns), [&] { return is_over_; })) {
+  std::unique_lock guard(renewal.mutex);
+  while (!renewal.ends.wait_for(guard, std::chrono::nanoseconds(every_ns),
+                                [&] { return renewal.is_over; })) {
     try {
       file_->write(text);
     } catch (const Error&) {
@@ -127,7 +134,11 @@ void OwnerFile::require_ours() const {
 }
 
 void OwnerFile::remove() {
-  if (pid_ == ::getpid() && is_ours()) files_.remove(path_);
+  if (pid_ != ::getpid()) return;
+  const bool is_removed = is_ours();
+  end_renewal();
+  file_.reset();  // on NFS an open file would stay, under another name
+  if (is_removed) files_.remove(path_);
 }
 
 std::unique_ptr<OwnerFile> own_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight) {

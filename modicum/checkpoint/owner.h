@@ -64,22 +64,30 @@ class OwnerFile {
   // Throws CONFLICT if the file is gone, or is another owner's by now; IO if it can't be read. A
   // forked child may call it, on behalf of its parent.
   void require_ours() const;
-  // Removes the file if it is this owner's. Throws IO.
+  // Closes the file, and removes it if it is this owner's; nothing may be called afterwards. Throws
+  // IO.
   void remove();
 
  private:
   bool is_ours() const;
-  void renew(int64_t every_ns);
+  void end_renewal();
+
+  // A thread that writes the record again and again. A forked child has no such thread, and may not
+  // destroy what it waits for.
+  struct Renewal {
+    std::mutex mutex;  // guards is_over
+    std::condition_variable ends;
+    bool is_over = false;
+    std::thread thread;
+  };
+  void renew(Renewal& renewal, int64_t every_ns);
 
   FileSystem& files_;
   const std::string path_;
   std::unique_ptr<LockedFile> file_;
   OwnerRecord record_;
   const int pid_;
-  std::mutex mutex_;  // guards is_over_
-  std::condition_variable ends_;
-  bool is_over_ = false;
-  std::unique_ptr<std::thread> renewal_;
+  std::unique_ptr<Renewal> renewal_;
 };
 
 // Makes the owner file of a checkpoint in flight. Throws NOSPACE or IO.

@@ -141,6 +141,18 @@ class LeftOver {
 
 }  // namespace
 
+namespace {
+
+// Whether remove_by_trash has given this name: a user may call something else .trash-step-1.
+bool is_trash(std::string_view name) {
+  if (!name.starts_with(kTrashPrefix)) return false;
+  name.remove_prefix(kTrashPrefix.size());
+  return name.size() == make_uuid().size() &&
+         name.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+}  // namespace
+
 std::vector<std::string> remove_leftovers(FileSystem& files, const CheckpointInFlight& in_flight,
                                           const std::function<bool(const SaveOwner&)>& is_dead) {
   std::vector<std::string> warnings;
@@ -150,7 +162,7 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const CheckpointInF
       if (name == base_name(in_flight.directory)) continue;
       const bool is_in_flight = name.starts_with(kPartialPrefix);
       const bool is_new_latest = name.starts_with(kLatestPrefix);
-      if (!is_in_flight && !is_new_latest && !name.starts_with(kTrashPrefix)) continue;
+      if (!is_in_flight && !is_new_latest && !is_trash(name)) continue;
       if (is_in_flight && !left.is_directory_dead(name)) {
         warnings.push_back(fmt::format("{} of another save is left over or in flight", name));
       } else if (!is_new_latest || left.is_latest_dead(name)) {

@@ -71,7 +71,8 @@ TEST_F(RemovalBelow, OfAStepThatIsALinkTheLinkIsRemoved) {
 }
 
 TEST_F(RemovalBelow, LeftoversThatAreLinksStayWithAWarning) {
-  const Names links{".latest-2-host-8-11-0", ".partial-2-host-7-11-0", ".trash-x"};
+  const Names links{".latest-2-host-8-11-0", ".partial-2-host-7-11-0",
+                    ".trash-0123456789abcdef0123456789abcdef"};
   for (const std::string& name : links) link(root + "/" + name);
   const Names warnings = remove_leftovers(files, save(1), is_dead);
   ASSERT_EQ(warnings.size(), 3U);
@@ -86,14 +87,15 @@ TEST_F(RemovalBelow, WhatAnotherUserOwnsStaysWithAWarning) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
   for (const int64_t step : {1, 2}) save(step);
   give_away(root + "/step-2");
-  files.make_directory(root + "/.trash-x");
-  give_away(root + "/.trash-x");
+  files.make_directory(root + "/.trash-0123456789abcdef0123456789abcdef");
+  give_away(root + "/.trash-0123456789abcdef0123456789abcdef");
   const CheckpointInFlight step = save(3);
   EXPECT_EQ(remove_leftovers(files, step, is_dead),
-            (Names{".trash-x was not removed: user 12345 owns it"}));
+            (Names{".trash-0123456789abcdef0123456789abcdef was not removed: user 12345 owns it"}));
   EXPECT_EQ(keep_newest(files, step, 1),
             "old checkpoints could not be removed: step-2: user 12345 owns it");
-  EXPECT_EQ(names(), (Names{".trash-x", "latest", "step-2", "step-3"}));  // step-1 was removed
+  EXPECT_EQ(names(), (Names{".trash-0123456789abcdef0123456789abcdef", "latest", "step-2",
+                            "step-3"}));  // step-1 was removed
 }
 
 TEST_F(RemovalBelow, ADirectoryOfAStepThatIsALinkIsRefused) {

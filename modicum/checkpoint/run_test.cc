@@ -373,7 +373,8 @@ TEST(RunCheckpoints, LeftoversOfDeadOwnersAreRemoved) {
   files.make_directory("/root/.partial-3-cut");
   files.put("/root/.latest-2-host-7-11-0", "step-2");
   files.put("/root/.latest-2-host-8-11-0", "step-2");
-  files.put("/root/.trash-1/sub/file", "x");
+  files.put("/root/.trash-0123456789abcdef0123456789abcdef/sub/file", "x");
+  files.put("/root/.trash-step-9/file", "x");  // a user's
   const auto is_dead = [](const SaveOwner& owner) {
     return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
   };
@@ -383,7 +384,7 @@ TEST(RunCheckpoints, LeftoversOfDeadOwnersAreRemoved) {
             (std::vector<std::string>{base_name(live.directory) + left, ".partial-3-cut" + left}));
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{".latest-2-host-8-11-0", base_name(live.directory),
-                                      ".partial-3-cut", "latest", "step-1"}));
+                                      ".partial-3-cut", ".trash-step-9", "latest", "step-1"}));
 }
 
 // Each call fails in turn, with each error. The new checkpoint is then absent, or intact if the
@@ -440,6 +441,7 @@ TEST(RunCheckpoints, ACheckpointWhoseNameCannotBeTakenBackIsSaved) {
         if (!published.is_durable) {
           EXPECT_NE(published.warnings.front().find("may not survive a power cut"),
                     std::string::npos);
+          EXPECT_TRUE(published.may_vanish) << "so no older checkpoint may be removed";
           ++warned;
         }
       } catch (const Error&) {
@@ -479,6 +481,7 @@ TEST(RunCheckpoints, WithoutSyncsOfDirectoriesACheckpointIsSavedWithAWarning) {
   for (const bool is_inside : {false, true}) {
     const Publication published = is_inside ? save_inside(files, 1) : save_checkpoint(files, 1);
     EXPECT_FALSE(published.is_durable);
+    EXPECT_FALSE(published.may_vanish);
     EXPECT_EQ(
         published.warnings,
         Warnings{"a directory can't be synced here, so the result may not survive a power cut"});

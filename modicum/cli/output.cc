@@ -95,8 +95,9 @@ void restore_signal_actions() noexcept {
 void exit_on_stop_signals(bool json) {
   on_int = last_words(SIGINT, json);
   on_term = last_words(SIGTERM, json);
-  signal(SIGINT, exit_immediately);
-  signal(SIGTERM, exit_immediately);
+  for (const int stop : {SIGINT, SIGTERM}) {
+    if (signal(stop, exit_immediately) == SIG_IGN) signal(stop, SIG_IGN);
+  }
 }
 
 void print(std::string_view text) {

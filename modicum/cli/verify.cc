@@ -61,6 +61,29 @@ void add_run_checkpoint(VerifyReport& report, FileSystem& files, const std::stri
   }
 }
 
+// Verifies a checkpoint of ROOT, which a save may remove meanwhile, and its number.
+void add_listed(VerifyReport& report, FileSystem& files, const std::string& root,
+                const std::string& name) {
+  const std::string path = join_path(root, name);
+  VerifyReport listed;
+  add_run_checkpoint(listed, files, path, name + "/");
+  if (listed.fault && !files.entry(path)) {
+    report.warnings.push_back(fmt::format("{} was removed while it was read", name));
+    return;
+  }
+  if (!listed.fault) {
+    const int64_t step = open_run_checkpoint(files, path).step;
+    if (step != step_of(name)) {
+      add_fault(listed, name + "/manifest.json", 0,
+                Error(Category::integrity, "the directory has the record of another checkpoint",
+                      {.expected = name, .got = fmt::format("step {}", step)}));
+    }
+  }
+  report.tensors_checked += listed.tensors_checked;
+  report.files.insert(report.files.end(), listed.files.begin(), listed.files.end());
+  if (!report.fault && listed.fault) report.fault.emplace(*listed.fault);
+}
+
 // Adds a checkpoint that a save has set aside, with its first fault.
 void add_damaged(VerifyReport& report, FileSystem& files, const std::string& root,
                  const std::string& name) {
@@ -105,9 +128,7 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
   } else if (is_run_checkpoint(files, path)) {
     add_run_checkpoint(report, files, path, "");
   } else if (const auto names = directories_in(files, path, is_checkpoint_name); !names.empty()) {
-    for (const std::string& name : names) {
-      add_run_checkpoint(report, files, join_path(path, name), name + "/");
-    }
+    for (const std::string& name : names) add_listed(report, files, path, name);
     for (const std::string& name : directories_in(files, path, is_set_aside)) {
       add_damaged(report, files, path, name);
     }

@@ -40,6 +40,8 @@ HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
   const bool near = std::fabs(n.one_minus_beta1) < 0.5F;
   const float unscale = n.maximize ? -n.unscale : n.unscale;
   const bool has_second = std::fabs(unscale) != 1 && n.clip != 1;
+  // torch's decay is a factor: 1 for a weight_decay of 0, and 0 for lr * weight_decay == 1.
+  const float no_decay = n.semantics == AdamSemantics::torch ? 1.0F : 0.0F;
   return {n,
           has_second ? unscale : unscale * n.clip,
           n.clip,
@@ -47,7 +49,7 @@ HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
           near ? n.one_minus_beta1 : n.one_minus_beta1 - 1.0F,
           near,
           !n.decoupled && n.decay != 0,
-          n.decoupled && n.decay != 0,
+          n.decoupled && n.decay != no_decay,
           1 / n.bias2};
 }
 

@@ -302,6 +302,27 @@ TEST(AdamW, OutIsRoundedAsByCast) {
   use_isa(isas().front());
 }
 
+// lr * weight_decay is 1: torch multiplies the parameter by 0.
+TEST(AdamW, DecayOfAllErasesTheParameter) {
+  AdamOptions options;
+  options.lr = 10;
+  options.weight_decay = 0.1;
+  for (const std::string_view isa : isas()) {
+    use_isa(isa);
+    for (const StateFormatRow& row : all_state_formats()) {
+      HeldSpan state = begun(row.format, kStepCases[0], {0, 500});
+      HeldSpan expected = state;
+      for (HeldSpan* held : {&state, &expected}) held->set_grad(spread_values(1, 500));
+      const AdamNumbers numbers = adam_numbers(options, 1, 0);
+      ASSERT_EQ(numbers.decay, 0);
+      adamw(numbers, state.span());
+      reference_adamw(numbers, expected.span());
+      EXPECT_TRUE(state == expected) << row.name << " " << isa;
+    }
+  }
+  use_isa(isas().front());
+}
+
 // The expected values were computed with numpy's float32 and a running product.
 TEST(AdamNumbers, DeepSpeedsAreRoundedToFp32AtEveryStep) {
   struct ExpectedNumbers {

@@ -51,8 +51,9 @@ void AdamW::claim(size_t shard, int64_t at, int64_t n) {
   checked_shard(shard);
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || n < 0 || at > numel - n) {
-    fail_about(shard, fmt::format("expected gradient elements within [0, {2}), got {0} to {1}", at,
-                                  at + n, numel));
+    fail_about(shard,
+               fmt::format("expected gradient elements within [0, {}), got {} elements from {}",
+                           numel, n, at));
   }
   if (n == 0) return;
   const std::lock_guard lock(mutex_);

@@ -41,8 +41,8 @@ void AdamW::require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) 
   checked_shard(shard);
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || at > numel - n) {
-    fail_about(shard,
-               fmt::format("expected elements within [0, {2}), got {0} to {1}", at, at + n, numel));
+    fail_about(shard, fmt::format("expected elements within [0, {}), got {} elements from {}",
+                                  numel, n, at));
   }
   if (plane == StatePlane::max_exp_avg_sq && !options_of(shard).amsgrad) {
     fail_about(shard, "its group has no max_exp_avg_sq, since amsgrad is off");

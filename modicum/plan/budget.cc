@@ -105,7 +105,8 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   };
   const int worst = worst_node(plan.promise);
   const uint64_t peak = plan.promise.node_peak_bytes(worst);
-  const NodeRanks node = node_of(plan, worst * ranks_per_node(plan));
+  const int first = worst * ranks_per_node(plan);  // not node_of: rank 0 may read for all nodes
+  const NodeRanks node{first, std::min(plan.ranks(), first + ranks_per_node(plan))};
   const auto ranks = static_cast<uint64_t>(node.end - node.first);
   const uint64_t less_per_rank = round_up((peak - budget.bytes + ranks - 1) / ranks, kPageBytes);
   uint64_t less = 0;  // of --staging

@@ -19,15 +19,16 @@ extern "C" void keep_stop_signal(int signal) {
 }  // namespace
 
 StopSignals::StopSignals() {
+  sigaction(SIGINT, nullptr, &before_int_);
   sigaction(SIGTERM, nullptr, &before_term_);
-  if (before_term_.sa_handler != keep_stop_signal) {  // this object is the outermost
-    received_signal.store(0);
+  if (before_int_.sa_handler != keep_stop_signal && before_term_.sa_handler != keep_stop_signal) {
+    received_signal.store(0);  // this object is the outermost
     received_count.store(0);
   }
   struct sigaction action {};
   action.sa_handler = keep_stop_signal;
-  sigaction(SIGINT, &action, &before_int_);
-  sigaction(SIGTERM, &action, &before_term_);
+  if (before_int_.sa_handler != SIG_IGN) sigaction(SIGINT, &action, nullptr);
+  if (before_term_.sa_handler != SIG_IGN) sigaction(SIGTERM, &action, nullptr);
 }
 
 StopSignals::~StopSignals() {

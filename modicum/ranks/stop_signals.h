@@ -10,7 +10,8 @@
 namespace modicum {
 
 // While an object exists, SIGINT and SIGTERM only set a flag. Objects may be nested: an inner one
-// reports a signal that an outer one has received. The destructor restores the previous handlers.
+// reports a signal that an outer one has received. The destructor restores the previous handlers. A
+// signal that is ignored stays ignored, as of a background command of a script.
 // Threads: one constructs and destroys; any may poll.
 class StopSignals {
  public:

@@ -229,6 +229,7 @@ ArchWidths widths_of(const Family& family, const ConfigMembers& members) {
   if (family.name == "gpt2" && w.intermediate == 0) w.intermediate = 4 * w.hidden;
   w.heads = members.needed({"num_attention_heads", "n_head"});
   w.kv_heads = members.size("num_key_value_heads");
+  if (family.name == "llama" && w.kv_heads == 0) w.kv_heads = w.heads;  // as of its first version
   w.head_dim = members.value("head_dim") ? members.size("head_dim") : w.hidden / w.heads;
   w.positions = members.size("n_positions");
   if (w.has_experts) {

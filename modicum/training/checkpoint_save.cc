@@ -151,7 +151,9 @@ CheckpointSave::CheckpointSave(FileSystem& files, const OuterDirectory& inside, 
       warnings_(collect(files, in_flight_)) {}
 
 CheckpointSave::~CheckpointSave() {
-  if (!is_published_ && pid_ == getpid()) discard_checkpoint(files_, in_flight_);
+  if (is_published_ || pid_ != getpid()) return;
+  owner_.reset();  // on NFS an open file stays, under another name, and with it its directory
+  discard_checkpoint(files_, in_flight_);
 }
 
 uint64_t CheckpointSave::point() const { return point_of(in_flight_.uuid); }
@@ -205,7 +207,13 @@ void CheckpointSave::add_companions(const Checkpoint& source, const SavePlan& pl
 // Scripts write such files of their own, a tokenizer for example, into another program's directory
 // when the checkpoint is committed. So there a copied one is no part of the record.
 void CheckpointSave::place_companion(SavedCheckpoint& saved, const CheckpointFile& file) {
-  files_.rename(join_path(in_flight_.directory, file.name), join_path(in_flight_.root, file.name));
+  const std::string copied = join_path(in_flight_.directory, file.name);
+  try {
+    files_.rename_new(copied, join_path(in_flight_.root, file.name));
+  } catch (const Error& error) {
+    if (error.category() != Category::conflict) throw;
+    return files_.remove(copied);  // the script has written its own meanwhile
+  }
   saved.written_bytes += file.bytes;
 }
 
@@ -279,7 +287,9 @@ void CheckpointSave::commit(const PublishOptions& options, SavedCheckpoint& save
   std::move(published.warnings.begin(), published.warnings.end(),
             std::back_inserter(saved.warnings));
   saved.durable_ns = clock.now_ns();
-  if (keep_) {
+  if (keep_ && published.may_vanish) {
+    saved.warnings.emplace_back("no older checkpoint was removed, since this one may be lost");
+  } else if (keep_) {
     const std::optional<std::string> warning = keep_newest(files_, in_flight_, *keep_);
     if (warning) saved.warnings.push_back(*warning);
   }

@@ -127,7 +127,7 @@ class CheckpointSave {
   const std::optional<size_t> keep_;
   const CheckpointInFlight in_flight_;
   const int pid_;
-  const std::unique_ptr<OwnerFile> owner_;
+  std::unique_ptr<OwnerFile> owner_;
   const std::vector<std::string> warnings_;  // of what remains of other saves
   bool is_published_ = false;
 };
