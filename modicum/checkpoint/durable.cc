@@ -52,11 +52,16 @@ Publication make_durable_or_take_back(FunctionRef<bool()> make_durable,
 
 namespace {
 
-// Whether `path` is the directory that was `before`; false if that can't be told.
-bool is_at(FileSystem& files, const std::string& path, const DirectoryEntry& before) {
+// Whether a rename from or to `path` of the directory that was `before` has brought it there, or
+// taken it away, although it reported an error, as a server can whose reply is lost. False if that
+// can't be told.
+bool is_renamed(FileSystem& files, const std::string& path,
+                const std::optional<DirectoryEntry>& before, bool is_there) {
+  if (!before) return false;
   try {
     const std::optional<DirectoryEntry> entry = files.entry(path);
-    return entry && entry->device == before.device && entry->inode == before.inode;
+    const bool is_it = entry && entry->device == before->device && entry->inode == before->inode;
+    return is_it == is_there;
   } catch (const Error&) {
     return false;
   }
@@ -69,14 +74,13 @@ Publication publish_directory(FileSystem& files, const std::string& from, const 
   try {
     files.rename_new(from, to);
   } catch (const Error&) {
-    // A server can report an error for a rename that it has made.
-    if (!before || !is_at(files, to, *before)) throw;
+    if (!is_renamed(files, to, before, true)) throw;
   }
   const auto take_back = [&] {
     try {
       files.rename_new(to, from);
-    } catch (const Error&) {  // here, too
-      if (!before || is_at(files, to, *before)) throw;
+    } catch (const Error&) {
+      if (!is_renamed(files, to, before, false)) throw;
     }
   };
   return make_durable_or_take_back([&] { return files.sync_directory(parent_path(to)); },

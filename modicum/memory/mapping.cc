@@ -1,4 +1,5 @@
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <fmt/format.h>
 
@@ -18,7 +19,16 @@ namespace {
 constexpr int kPopulateWrite = 23;
 constexpr uint64_t kCommitStepBytes = 16 * kMiB;
 
+// Kernels for arm64 may have pages of 64 KiB: every count of pages would be wrong.
+void require_page_size() {
+  static const auto size = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (size == kPageBytes) return;
+  fail(Category::unsupported, "the kernel's memory pages have another size",
+       {.expected = fmt::format("{} bytes", kPageBytes), .got = fmt::format("{} bytes", size)});
+}
+
 std::byte* map(uint64_t bytes, int flags, std::byte* place = nullptr) {
+  require_page_size();
   void* const at = ::mmap(place, bytes, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) fail_to_commit(errno, bytes);
   return static_cast<std::byte*>(at);
