@@ -312,7 +312,7 @@ TEST(AdamW, DecayOfAllErasesTheParameter) {
     for (const StateFormatRow& row : all_state_formats()) {
       HeldSpan state = begun(row.format, kStepCases[0], {0, 500});
       HeldSpan expected = state;
-      for (HeldSpan* held : {&state, &expected}) held->set_grad(spread_values(1, 500));
+      for (HeldSpan* span : {&state, &expected}) span->set_grad(spread_values(1, 500));
       const AdamNumbers numbers = adam_numbers(options, 1, 0);
       ASSERT_EQ(numbers.decay, 0);
       adamw(numbers, state.span());

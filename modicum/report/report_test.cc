@@ -64,7 +64,7 @@ LoadReport small_load() {
   }
   report.ranks = {outcome_of(0, 108 * kMiB, 111 * kMiB), outcome_of(1, kMiB, 2 * kMiB),
                   outcome_of(2, 108 * kMiB, 110 * kMiB)};
-  report.launcher = {.with_ranks = 5 * kMiB, .alone = 6 * kMiB};
+  report.launcher = {.with_ranks = 5 * kMiB, .alone = 5 * kMiB};
   report.elapsed_s = 1.25;
   report.check_s = 0.5;
   return report;
@@ -489,6 +489,12 @@ TEST(LoadReport, EachNodeHasThePeakOfTheRunsCgroup) {
   EXPECT_NE(
       load_text(report).find("\ncgroup   117.00 MiB at most at one time, page cache included\n"),
       std::string::npos);
+}
+
+TEST(LoadReport, ANodesPeakIsTheLaunchersIfItHeldMoreAlone) {
+  LoadReport report = small_load();
+  report.launcher.alone = 900 * kMiB;
+  EXPECT_NE(load_json(report).find(R"("kernel_peak_bytes":943718400)"), std::string::npos);
 }
 
 TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {

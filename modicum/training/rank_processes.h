@@ -56,7 +56,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
 // lives until all ranks have returned from live(). Throws the errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
-  struct Ended {
+  struct RankResult {
     decltype(std::declval<Rank&>().live()) outcome;
     uint64_t launcher_bytes;  // of rank 0
   };
@@ -64,17 +64,17 @@ auto outcomes_of(OfWorld& world, ShowBytes show) {
       world,
       [&world](int rank) {
         Rank process(world, rank);
-        Ended ended{process.live(), 0};
-        if (rank == 0) ended.launcher_bytes = read_process_memory(world.launcher_pid).held_bytes();
-        world.board.post_value(rank, ended);
+        RankResult result{process.live(), 0};
+        if (rank == 0) result.launcher_bytes = read_process_memory(world.launcher_pid).held_bytes();
+        world.board.post_value(rank, result);
         world.board.barrier(rank);
       },
       show);
-  std::vector<decltype(Ended::outcome)> outcomes;
+  std::vector<decltype(RankResult::outcome)> outcomes;
   for (int rank = 0; rank < world.board.ranks(); ++rank) {
-    const auto ended = world.board.template posted_value<Ended>(rank);
-    outcomes.push_back(ended.outcome);
-    if (rank == 0) world.launcher_with_ranks = ended.launcher_bytes;
+    const auto result = world.board.template posted_value<RankResult>(rank);
+    outcomes.push_back(result.outcome);
+    if (rank == 0) world.launcher_with_ranks = result.launcher_bytes;
   }
   return outcomes;
 }

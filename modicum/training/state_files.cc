@@ -8,8 +8,6 @@
 #include <tuple>
 #include <utility>
 
-#include "modicum/stream/save.h"
-
 namespace modicum {
 namespace {
 
