@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +13,11 @@
 #include "modicum/base/error.h"
 
 namespace modicum {
+namespace {
+
+constexpr size_t kMostCpus = size_t{1} << 20;  // of a machine
+
+}  // namespace
 
 void run_workers(int workers, FunctionRef<void(int worker)> work) {
   MODICUM_ASSERT(workers >= 1);
@@ -55,9 +61,16 @@ void run_workers(int workers, FunctionRef<void(int worker)> work) {
 }
 
 int usable_cpus() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+  // The kernel refuses a set (EINVAL) that has fewer bits than the machine may have CPUs.
+  for (size_t cpus = CPU_SETSIZE; cpus <= kMostCpus; cpus *= 2) {
+    std::vector<cpu_set_t> sets(CPU_ALLOC_SIZE(cpus) / sizeof(cpu_set_t));
+    const size_t bytes = sets.size() * sizeof(cpu_set_t);
+    if (sched_getaffinity(0, bytes, sets.data()) == 0) {
+      return std::max(1, CPU_COUNT_S(bytes, sets.data()));
+    }
+    if (errno != EINVAL) break;
+  }
+  return 1;
 }
 
 }  // namespace modicum
