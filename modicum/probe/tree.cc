@@ -413,14 +413,22 @@ void add_copies_of(std::vector<ForkedProcess>& forks, size_t parent, std::vector
     unshared = without(unshared, forks[*from].areas);
   }
   std::vector<Pages> pages;
-  for (const size_t member : members) pages.emplace_back(forks[member].pid, root);
-  std::vector<uint64_t> of_member(members.size());
+  std::vector<size_t> readable;  // the members of `pages`
+  for (const size_t member : members) {
+    try {
+      pages.emplace_back(forks[member].pid, root);
+      readable.push_back(member);
+    } catch (const Error&) {
+      if (member == parent) throw;  // a child that has ended holds no copies
+    }
+  }
+  std::vector<uint64_t> of_member(readable.size());
   for (const Area& area : unshared) {
     for_each_page(area, pages, [&](uint64_t, std::span<const uint64_t> entries) {
       add_copies(entries, of_member);
     });
   }
-  for (size_t i = 1; i < members.size(); ++i) bytes[members[i]] += of_member[i];
+  for (size_t i = 1; i < readable.size(); ++i) bytes[readable[i]] += of_member[i];
 }
 
 }  // namespace
@@ -432,7 +440,7 @@ std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root) {
     try {
       add_copies_of(forks, i, bytes, root);
     } catch (const Error&) {
-      continue;  // a process has ended meanwhile
+      continue;  // the parent has ended meanwhile
     }
   }
   std::vector<ForkCopies> copies;

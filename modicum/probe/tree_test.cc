@@ -6,6 +6,7 @@
 
 #include <array>
 #include <csignal>
+#include <filesystem>
 #include <map>
 
 #include "modicum/base/sanitizers_double.h"
@@ -214,6 +215,18 @@ TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
                 .entries = {{16, kPresent | 6}, {17, kPresent | 7}, {18, kPresent | 8}}});
   put(machine, {.pid = 103, .parent = 100, .entries = {{16, kAlone}}, .auxv = "another"});
   EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.50 102<100:0.50 ");
+}
+
+// A child that ends meanwhile has no pagemap.
+TEST(ForkCopies, OfTheOtherChildrenAreReadIfOneHasEnded) {
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}}});
+  for (const int pid : {101, 102, 103}) {
+    put(machine, {.pid = pid, .parent = 100, .entries = {{16, kAlone}}});
+  }
+  std::filesystem::remove(machine.root() + "/proc/101/pagemap");
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root())),
+            "101<100:0.00 102<100:1.00 103<100:1.00 ");
 }
 
 // The smaps of this many mappings exceed 16 MiB.
