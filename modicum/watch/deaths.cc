@@ -1,5 +1,6 @@
 #include "modicum/watch/deaths.h"
 
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,7 +10,12 @@
 
 namespace modicum {
 
-Deaths::Deaths(std::vector<MemoryCgroup> groups) : groups_(std::move(groups)), kills_(kills()) {}
+Deaths::Deaths(std::vector<MemoryCgroup> groups) : groups_(std::move(groups)), kills_(kills()) {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < INT32_MAX) {
+    highest_fd_ = static_cast<int>(files.rlim_cur) - kFreeDescriptors;
+  }
+}
 
 Deaths::~Deaths() {
   for (const auto& [pid, fd] : followed_) close(fd);
@@ -26,7 +32,12 @@ void Deaths::follow(const std::vector<int>& pids) {
     if (followed_.size() >= kMaxFollowed) return;
     if (followed_.contains(pid)) continue;
     const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-    if (fd >= 0) followed_[pid] = fd;
+    if (fd < 0) continue;
+    if (fd > highest_fd_) {
+      close(fd);
+      return;
+    }
+    followed_[pid] = fd;
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <poll.h>
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <vector>
@@ -19,6 +20,7 @@ namespace modicum {
 class Deaths {
  public:
   static constexpr size_t kMaxFollowed = 512;  // each takes one file descriptor
+  static constexpr int kFreeDescriptors = 32;
 
   // `groups`: the cgroups whose kills count.
   explicit Deaths(std::vector<MemoryCgroup> groups);
@@ -26,8 +28,8 @@ class Deaths {
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
 
-  // Opens a pidfd for each process that has none, until kMaxFollowed are open or the limit on open
-  // files is reached.
+  // Opens a pidfd for each process that has none, until kMaxFollowed are open or all but
+  // kFreeDescriptors of this process's file descriptors are in use: reading /proc needs some.
   void follow(const std::vector<int>& pids);
   // Adds all pidfds to the descriptors that the caller passes to poll(2).
   void add_to(std::vector<pollfd>& waited) const;
@@ -49,6 +51,7 @@ class Deaths {
 
   const std::vector<MemoryCgroup> groups_;
   uint64_t kills_;
+  int highest_fd_ = INT32_MAX;   // the highest descriptor that a pidfd may have
   std::map<int, int> followed_;  // pid -> pidfd
 };
 

@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <fstream>
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "modicum/io/temp_dir_double.h"
 
@@ -36,6 +39,37 @@ TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
   EXPECT_EQ(deaths.killed_of({11}, statuses, sampler), std::nullopt) << "it has exited";
   EXPECT_EQ(deaths.killed_of({11, 12}, statuses, sampler), 12);
   EXPECT_FALSE(deaths.has_new_kill());
+}
+
+// Without a free descriptor nothing of /proc can be read, and no sample taken.
+TEST(Deaths, LeaveFileDescriptorsFree) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const int lowest = dup(STDERR_FILENO);  // those below are in use
+  close(lowest);
+  rlimit lower = before;
+  lower.rlim_cur = static_cast<rlim_t>(lowest + Deaths::kFreeDescriptors + 3);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &lower), 0);
+  std::vector<pid_t> children;
+  std::vector<pollfd> waited;
+  {
+    for (int i = 0; i < 8; ++i) {
+      children.push_back(fork());
+      if (children.back() == 0) {
+        pause();
+        _exit(0);
+      }
+    }
+    Deaths deaths({});
+    deaths.follow(children);
+    deaths.add_to(waited);
+  }
+  setrlimit(RLIMIT_NOFILE, &before);
+  for (const pid_t child : children) {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+  EXPECT_EQ(waited.size(), 4U);
 }
 
 }  // namespace
