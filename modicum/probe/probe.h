@@ -56,6 +56,9 @@ struct ProcessIdentity {
   uint64_t started = 0;
 };
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
+// The inode number of this process's pid namespace, which is unique on the machine; 0 if unknown.
+uint64_t pid_namespace(const std::string& root = "");
+constexpr uint64_t kInitialPidNamespace = 4026531836;  // the kernel's PROC_PID_INIT_INO
 // Whether there is a process with this pid, be it hidden in /proc or another user's.
 bool process_exists(int64_t pid);
 // Whether the process has ended. False if that can't be determined from here: it is of another host

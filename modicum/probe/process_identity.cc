@@ -1,8 +1,10 @@
 // Identifies a process by more than its pid, which is reused and unique only within a container.
 #include <fmt/format.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 
 #include "modicum/io/io.h"
@@ -54,6 +56,18 @@ ProcessIdentity identify_process(int64_t pid, const std::string& root) {
       found.host.begin(), found.host.end(), [](char c) { return !is_name_char(c); }, '_');
   found.started = start_of(root, std::to_string(pid)).at.value_or(0);
   return found;
+}
+
+uint64_t pid_namespace(const std::string& root) {
+  std::array<char, 64> text{};
+  const std::string link = root + "/proc/self/ns/pid";  // as "pid:[4026531836]"
+  const ssize_t length = ::readlink(link.c_str(), text.data(), text.size());
+  if (length <= 0) return 0;
+  const std::string_view name(text.data(), static_cast<size_t>(length));
+  constexpr std::string_view kBefore = "pid:[";
+  if (!name.starts_with(kBefore) || !name.ends_with(']')) return 0;
+  return parse_kernel_number(name.substr(kBefore.size(), name.size() - kBefore.size() - 1))
+      .value_or(0);
 }
 
 bool process_exists(int64_t pid) {

@@ -50,7 +50,10 @@ MemoryCage::MemoryCage(FileSystem& files, uint64_t limit_bytes, std::string root
   if (chain.empty()) fail(Category::io, "cannot limit memory: no memory cgroup is mounted");
   origin_ = chain.front();
   const MemoryCgroup& parent = origin_.version == 2 ? parent_in_v2(chain) : origin_;
-  make_below(parent, fmt::format("modicum-watch-{}", ::getpid()));
+  // A pid is unique within a container only, and is reused; a killed process leaves its cgroup.
+  const uint64_t started = identify_process(::getpid()).started;
+  make_below(parent,
+             fmt::format("modicum-watch-{}-{:x}-{:x}", ::getpid(), pid_namespace(), started));
   try {
     write_limit(limit_bytes);
   } catch (const Error&) {

@@ -1,6 +1,8 @@
 #include "modicum/watch/cage.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <string>
@@ -59,6 +61,9 @@ TEST(MemoryCage, InV2ItIsMadeNextToACgroupThatHasProcesses) {
   EXPECT_NE(refusal.find("cannot limit a new memory cgroup"), std::string::npos) << refusal;
   EXPECT_NE(refusal.find("/jobs/modicum-watch-"), std::string::npos) << refusal;
   EXPECT_EQ(machine.groups_in("/sys/fs/cgroup/jobs"), 1U) << "the new group is removed";
+  const std::string unique =
+      fmt::format("-{}-{:x}-{:x}/", getpid(), pid_namespace(), identify_process(getpid()).started);
+  EXPECT_NE(refusal.find(unique), std::string::npos) << "containers have equal pids: " << refusal;
 }
 
 }  // namespace

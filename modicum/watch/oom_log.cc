@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "modicum/base/base.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 namespace {
@@ -48,7 +49,9 @@ std::optional<std::string> oom_group_in(std::string_view message) {
   return std::string(message.substr(begin, message.find(",task_memcg=", begin) - begin));
 }
 
-OomLog::OomLog() : fd_(open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+OomLog::OomLog(const std::string& root) {
+  if (pid_namespace(root) != kInitialPidNamespace) return;
+  fd_ = open((root + "/dev/kmsg").c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   if (fd_ >= 0) lseek(fd_, 0, SEEK_END);
 }
 

@@ -31,10 +31,11 @@ std::optional<OomKill> oom_kill_in(std::string_view message);
 std::optional<std::string> oom_group_in(std::string_view message);
 
 // Reads the messages that /dev/kmsg receives after construction. Needs CAP_SYSLOG, or a kernel with
-// dmesg_restrict=0.
+// dmesg_restrict=0. In another pid namespace, as in a container, it reads nothing: the pids of the
+// log would be those of other processes.
 class OomLog {
  public:
-  OomLog();
+  explicit OomLog(const std::string& root = "");  // as in probe/probe.h
   ~OomLog();
   OomLog(const OomLog&) = delete;
   OomLog& operator=(const OomLog&) = delete;

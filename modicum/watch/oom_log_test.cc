@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <optional>
+#include <utility>
 
 #include "modicum/base/base.h"
+#include "modicum/probe/machine_double.h"
 
 namespace modicum {
 namespace {
@@ -38,6 +42,23 @@ TEST(OomLog, NamesTheCgroupWhoseLimitWasReached) {
   EXPECT_EQ(group, "/box/modicum-watch-5246");
   EXPECT_EQ(oom_group_in("3,1,2,-;oom-kill:constraint=CONSTRAINT_NONE,global_oom,task_memcg=/a"),
             std::nullopt);
+}
+
+// In a container the pids of the log are those of other processes.
+TEST(OomLog, IsReadInTheInitialPidNamespaceOnly) {
+  for (const auto& [name, is_initial] :
+       {std::pair("pid:[4026531836]", true), {"pid:[4026532441]", false}, {"", false}}) {
+    Machine machine;
+    machine.put("/dev/kmsg", "3,1,1,-;Killed process 7 (old) total-vm:1kB, anon-rss:1kB");
+    machine.put("/proc/self/ns/mnt", "");
+    if (*name != 0) std::filesystem::create_symlink(name, machine.root() + "/proc/self/ns/pid");
+    OomLog log(machine.root());
+    EXPECT_EQ(log.is_readable(), is_initial) << name;
+    EXPECT_TRUE(log.next().empty()) << "logged before";
+    std::ofstream(machine.root() + "/dev/kmsg", std::ios::app)
+        << "\n3,2,2,-;Killed process 8 (new) total-vm:1kB, anon-rss:1kB";
+    EXPECT_EQ(log.next().size(), is_initial ? 1U : 0U) << name;
+  }
 }
 
 TEST(OomLog, OtherMessagesAreNoKills) {
