@@ -62,7 +62,11 @@ uint64_t TreeSampler::add_kill(int pid, std::optional<uint64_t> rss_bytes) {
       {static_cast<uint32_t>(process), held_bytes, divided(killed, held_bytes)});
   std::sort(sample.shares.begin(), sample.shares.end(),
             [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-  processes_[process].end_s = sample.at_s;
+  // Those that end before the next sample held their shares until now.
+  for (const WatchSample::Share& share : sample.shares) {
+    double& end_s = processes_[share.process].end_s;
+    end_s = std::max(end_s, sample.at_s);
+  }
   processes_[process].peak_bytes = std::max(processes_[process].peak_bytes, held_bytes);
   if (note_peak(sample)) {
     processes_[process].held_at_peak_bytes = held_bytes;

@@ -526,6 +526,10 @@ TEST(Sampler, AKillIsASampleOfWhatTheProcessHadGained) {
   EXPECT_EQ(record.peak_at_most_bytes, 150'000 * kKiB);
   EXPECT_EQ(record.peak()->held_bytes, record.peak_bytes);
   EXPECT_EQ(record.processes[1].held_at_peak_bytes, 100'000 * kKiB);
+  for (const WatchedProcess& process : record.processes) {
+    EXPECT_DOUBLE_EQ(process.end_s, record.peak_at_s)
+        << "the others may end before the next sample";
+  }
   for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
 }
 
