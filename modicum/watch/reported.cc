@@ -205,16 +205,18 @@ ReportedProcesses::KnownProcess* ReportedProcesses::known_at(size_t place, int p
   return &known_.emplace_back(KnownProcess{.place = place, .pid = pid, .begin_ns = began_ns});
 }
 
-void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive) {
+void ReportedProcesses::read(int64_t now_ns, std::span<const int> alive, const IsAlive& is_alive) {
   for (size_t place = 0; place < SelfReports::kMost; ++place) {
-    const int pid = table_.pids[place].load();
+    int pid = table_.pids[place].load();
     if (pid == 0) continue;
-    const bool is_alive = std::binary_search(alive.begin(), alive.end(), pid);
-    KnownProcess* const known = known_at(place, pid, is_alive, now_ns);
+    const bool is_living =
+        std::binary_search(alive.begin(), alive.end(), pid) || (is_alive && is_alive(pid));
+    KnownProcess* const known = known_at(place, pid, is_living, now_ns);
     if (known != nullptr) read_report(*known, now_ns);
-    if (is_alive) continue;
+    if (is_living) continue;
     if (known != nullptr) end(*known, now_ns);
-    table_.pids[place].store(0);
+    // Unless another process has claimed the place meanwhile.
+    table_.pids[place].compare_exchange_strong(pid, 0);
   }
   const auto ended = std::count_if(known_.begin(), known_.end(),
                                    [](const KnownProcess& process) { return process.has_ended; });

@@ -92,11 +92,13 @@ class ReportedProcesses {
   ReportedProcesses(SelfReports& table, int64_t begin_ns, IsSameProgram is_same_program = {})
       : table_(table), begin_ns_(begin_ns), is_same_program_(std::move(is_same_program)) {}
 
-  // Reads all reports. `alive`: the pids of the living processes, ascending. The report of a
-  // process that is not among them is read for the last time, and its place in the table becomes
-  // free. If a process has replaced its program (exec), the earlier program's phases end and its
-  // memory is forgotten.
-  void read(int64_t now_ns, std::span<const int> alive);
+  // Reads all reports. `alive`: the pids of the living processes that are known, ascending;
+  // `is_alive` is asked about others, which may have begun since (without it they have ended). The
+  // report of a process that has ended is read for the last time, and its place in the table
+  // becomes free. If a process has replaced its program (exec), the earlier program's phases end
+  // and its memory is forgotten.
+  using IsAlive = std::function<bool(int pid)>;
+  void read(int64_t now_ns, std::span<const int> alive, const IsAlive& is_alive = {});
   // The report of a process now, or the last one before it ended. nullopt if none is known.
   std::optional<ReportedMemory> memory_of(int pid) const;
   // The innermost phase of a process now, or when the process ended; its name is empty if there is

@@ -220,6 +220,26 @@ TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
   EXPECT_EQ(table.pids[0].load(), 0) << "its place is free";
 }
 
+// It has begun after the tree was walked, so it is not among the known ones yet.
+TEST(ReportedProcesses, AProcessThatHasJustBegunKeepsItsPlace) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  ReportedProcesses reported(table, 0);
+  SelfReport& first = *table.claim(7, 0);
+  begin(first, 0, 1, "load", 10 * kNsPerMs);
+  bool is_alive = true;
+  const auto ask = [&](int pid) { return pid == 7 && is_alive; };
+  reported.read(20 * kNsPerMs, {}, ask);
+  EXPECT_EQ(table.pids[0].load(), 7);
+  EXPECT_NE(table.claim(8, 0), &first) << "two processes would write one report";
+  reported.read(30 * kNsPerMs, std::vector<int>{7, 8}, ask);
+  EXPECT_EQ(text_of(reported.phases(40 * kNsPerMs)), "load 10-40; ");
+  is_alive = false;
+  reported.read(50 * kNsPerMs, std::vector<int>{8}, ask);
+  EXPECT_EQ(table.pids[0].load(), 0);
+  EXPECT_EQ(text_of(reported.phases(60 * kNsPerMs)), "load 10-50; ");
+}
+
 TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());

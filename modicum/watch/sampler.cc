@@ -211,7 +211,7 @@ void TreeSampler::read_reports(int64_t now) {
   if (!reported_) return;
   std::vector<int> pids = alive();
   std::sort(pids.begin(), pids.end());
-  reported_->read(now, pids);
+  reported_->read(now, pids, [this](int pid) { return is_in_tree(pid); });
 }
 
 uint64_t TreeSampler::rss_sum() const noexcept {

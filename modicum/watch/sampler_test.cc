@@ -415,6 +415,22 @@ TEST(Sampler, AProcessKilledBeforeAnySampleHasItsReportedRank) {
   EXPECT_EQ(record.processes[0].peak_bytes, 7 * kMiB);
 }
 
+// The tree is walked before the reports are read. In another case a pid is reused elsewhere.
+TEST(Sampler, AProcessThatHasJustBegunKeepsItsReport) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  SampledTree tree({.reports = &table});
+  tree.put(11, {.anon_kib = 1000});
+  tree.sample_after();
+  tree.put(12, {.parent = 11, .anon_kib = 500});
+  tree.put(13, {.parent = 1, .anon_kib = 500});
+  for (const int pid : {11, 12, 13, 14}) table.claim(pid, 0);
+  tree.sampler().phase_of(11);  // reads the reports only
+  EXPECT_EQ(table.pids[1].load(), 12);
+  EXPECT_EQ(table.pids[2].load(), 0) << "it is not of this tree";
+  EXPECT_EQ(table.pids[3].load(), 0) << "it has ended";
+}
+
 TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());
