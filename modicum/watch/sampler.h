@@ -143,6 +143,9 @@ class TreeSampler {
     }
   };
 
+  static constexpr double kAmpleNs = 50 * kNsPerMs;  // left of the allowed CPU time
+  static constexpr uint64_t kFaultsOfCopying = 256;  // 1 MiB of copied pages
+
   // What a sample reads after the statuses of all processes.
   enum class Reading { status, pss, copies };  // status: nothing more
   // What is still to be read since Pss was last read. new_copies: Pss was read because pages had
