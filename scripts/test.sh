@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 # Their tests skip themselves under sanitizers (kIsSanitized); those of kernels try fewer values
 # there, and no AVX-512 (CMakeLists.txt).
 plain_rooms="base probe memory kernels optim"
-threaded_rooms="base memory plan optim ranks stream"
+threaded_rooms="base memory plan optim ranks watch stream"
 # Left out with the thread sanitizer: these tests take minutes there, and test values, not threads.
 of_values='^(LoadFp8\.(Every|Experts)|LoadExact\.OddSizes)'
 jobs=$(nproc)

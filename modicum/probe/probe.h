@@ -86,6 +86,9 @@ struct ProcessStatus {
 // process whose main thread has ended is alive as long as another of its threads is.
 std::optional<ProcessStatus> read_status(int pid, const std::string& root = "");
 
+// Whether a living process descends from `ancestor`. Faster than `descendants`.
+bool is_descendant(int pid, int ancestor, const std::string& root = "");
+
 // Whether a process runs in its parent's memory, as a child does between vfork(2) or posix_spawn(3)
 // and its exec: the kernel shows the parent's figures for both. Once false it stays false. If the
 // kernel refuses kcmp(2), as in many containers, such a child is recognised by its figures, which

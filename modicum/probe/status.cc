@@ -102,6 +102,16 @@ std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
                        .locked = bytes_in(text, "VmLck:")};
 }
 
+bool is_descendant(int pid, int ancestor, const std::string& root) {
+  for (int at = pid; at > 1;) {
+    const auto status = read_status(at, root);
+    if (!status || !status->is_alive) return at != pid;  // its parent ends: it gets another one
+    if (status->parent == ancestor) return true;
+    at = status->parent;
+  }
+  return false;
+}
+
 bool is_in_parents_memory(int pid, const std::string& root) {
   constexpr int kAttempts = 3;  // another thread of the parent may allocate between two readings
   for (int attempt = 0; attempt < kAttempts; ++attempt) {

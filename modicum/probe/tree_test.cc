@@ -8,6 +8,7 @@
 #include <csignal>
 #include <filesystem>
 #include <map>
+#include <utility>
 
 #include "modicum/base/sanitizers_double.h"
 #include "modicum/probe/machine_double.h"
@@ -77,6 +78,18 @@ TEST(Descendants, AreFoundThroughTheirParents) {
   machine.put("/proc/500/other", "");
   EXPECT_EQ(descendants(100, machine.root()), (std::vector<int>{200, 300}));
   EXPECT_EQ(descendants(200, machine.root()), (std::vector<int>{}));
+}
+
+TEST(Descendants, AreRecognisedByTheirParents) {
+  Machine machine;
+  for (const auto& [pid, parent] : {std::pair(100, 1), {300, 100}, {200, 300}, {400, 1}}) {
+    machine.put(fmt::format("/proc/{}/status", pid),
+                fmt::format("Name:\ta\nState:\tS (sleeping)\nPPid:\t{}\n", parent));
+  }
+  for (const auto& [pid, is_it] :
+       {std::pair(100, false), {200, true}, {300, true}, {400, false}, {500, false}}) {
+    EXPECT_EQ(is_descendant(pid, 100, machine.root()), is_it) << pid;
+  }
 }
 
 TEST(Tree, PagesOfOneProcessAreCountedAsItsOwn) {

@@ -19,14 +19,13 @@
 #include "modicum/base/base.h"
 #include "modicum/watch/cage.h"
 #include "modicum/watch/deaths.h"
+#include "modicum/watch/forwarded_signals.h"
 #include "modicum/watch/oom_log.h"
 #include "modicum/watch/sampler.h"
 #include "modicum/watch/start.h"
 
 namespace modicum {
 namespace {
-
-constexpr int kForwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 int64_t cpu_ns() {
   timespec time{};
@@ -36,7 +35,7 @@ int64_t cpu_ns() {
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
-// Blocks the forwarded signals and SIGCHLD, and reads them from a descriptor. (An ignored SIGCHLD
+// Blocks the forwarded signals and SIGCHLD, and has a descriptor for SIGCHLD. (An ignored SIGCHLD
 // would not arrive.)
 class Signals {
  public:
@@ -44,9 +43,9 @@ class Signals {
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, SIGCHLD);
-    for (const int signal : kForwarded) sigaddset(&set, signal);
-    sigprocmask(SIG_BLOCK, &set, &before_);
     fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+    for (const int signal : kForwardedSignals) sigaddset(&set, signal);
+    sigprocmask(SIG_BLOCK, &set, &before_);
     if (fd_ < 0) fail(Category::io, "cannot receive signals: signalfd: " + reason(errno));
   }
   ~Signals() {
@@ -62,10 +61,10 @@ class Signals {
     child_signal_.restore();
     sigprocmask(SIG_SETMASK, &before_, nullptr);
   }
-  std::optional<signalfd_siginfo> next() const noexcept {
+  void read_all() const noexcept {
     signalfd_siginfo info{};
-    const ssize_t got = read(fd_, &info, sizeof info);
-    return got == sizeof info ? std::optional(info) : std::nullopt;
+    while (read(fd_, &info, sizeof info) == sizeof info) {
+    }
   }
 
  private:
@@ -86,6 +85,7 @@ class Watcher {
     const Start start{
         .task = task, .entry = cage_ ? cage_->entry() : "", .reports = reports_.path()};
     command_ = start_command(start, [this] { signals_.restore(); });
+    start_forwarding();
     sampler_.emplace(
         clock_,
         SamplerOptions{.root_pid = getpid(),
@@ -112,9 +112,22 @@ class Watcher {
   }
 
  private:
+  void start_forwarding() {
+    try {
+      forwarded_.emplace(command_);
+    } catch (const Error&) {
+      kill(command_, SIGKILL);  // as if it had not been started
+      waitpid(command_, nullptr, 0);
+      throw;
+    }
+  }
+
   void take_sample() {
     sampler_->sample();
-    deaths_->follow(sampler_->alive());
+    std::vector<int> alive = sampler_->alive();
+    deaths_->follow(alive);
+    std::sort(alive.begin(), alive.end());
+    forwarded_->set_watched(std::move(alive));
     note_kill({});  // the killed process may have begun and ended between two samples
     if (limits_.empty() || clock_.now_ns() - limits_ns_ > kNsPerSecond) {
       limits_ = memory_limits();
@@ -131,7 +144,7 @@ class Watcher {
     return !status || !status->is_alive || status->peak_rss == 0;
   }
 
-  // Handles the next signals and ends of processes. Returns false if none come before `due_ns`.
+  // Handles the next ends of processes. Returns false if none come before `due_ns`.
   bool wait_until(int64_t due_ns) {
     std::vector<pollfd> waited = {{signals_.fd(), POLLIN, 0}};
     deaths_->add_to(waited);
@@ -141,7 +154,7 @@ class Watcher {
     if (ready <= 0) return false;
     const std::vector<int> dead = deaths_->ended(waited);
     for (const int pid : dead) keep_status(pid);
-    if ((waited[0].revents & POLLIN) != 0) handle_signals();
+    if ((waited[0].revents & POLLIN) != 0) wait_for_ended();
     if (!dead.empty()) note_kill(dead);
     for (const int pid : dead) statuses_.erase(pid);
     return true;
@@ -151,24 +164,19 @@ class Watcher {
     if (const auto status = read_wait_status(pid)) statuses_.emplace(pid, *status);
   }
 
-  void handle_signals() {
-    while (const auto info = signals_.next()) {
-      const int signal = static_cast<int>(info->ssi_signo);
-      if (signal == SIGCHLD) continue;
-      const std::vector<int> alive = sampler_->alive();
-      const int sender = static_cast<int>(info->ssi_pid);
-      const bool is_of_tree = std::find(alive.begin(), alive.end(), sender) != alive.end();
-      if (info->ssi_code != SI_KERNEL && !is_of_tree) kill(command_, signal);
-    }
-    int status = 0;
-    while (true) {  // as a subreaper, this process also waits for orphaned descendants
-      rusage usage{};
-      const pid_t pid = wait4(-1, &status, WNOHANG, &usage);
-      if (pid <= 0) return;
-      sampler_->note_end(pid, static_cast<uint64_t>(usage.ru_maxrss) * kKiB);
-      statuses_[pid] = status;
-      if (pid == command_) status_ = status;
-    }
+  void wait_for_ended() {
+    signals_.read_all();
+    forwarded_->pause_for([this] {
+      while (true) {  // as a subreaper, this process also waits for orphaned descendants
+        int status = 0;
+        rusage usage{};
+        const pid_t pid = wait4(-1, &status, WNOHANG, &usage);
+        if (pid <= 0) return status_.has_value();
+        sampler_->note_end(pid, static_cast<uint64_t>(usage.ru_maxrss) * kKiB);
+        statuses_[pid] = status;
+        if (pid == command_) status_ = status;
+      }
+    });
   }
 
   // Returns the kill of a watched process that the kernel has logged, if any. Waits up to 20 ms for
@@ -288,6 +296,7 @@ class Watcher {
   SelfReports& table_ = SelfReports::make_in(reports_.bytes());
   std::optional<MemoryCage> cage_;
   std::optional<Deaths> deaths_;
+  std::optional<ForwardedSignals> forwarded_;
   std::optional<TreeSampler> sampler_;
   int64_t begin_ns_ = 0;
   int command_ = 0;

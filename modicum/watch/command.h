@@ -24,8 +24,8 @@ struct WatchTask {
 // Runs the command to its end, and samples it and its descendants. Descendants whose parents have
 // ended are included: this process becomes, and stays, a child subreaper (prctl(2)). SIGINT,
 // SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded to the command, unless a terminal
-// sent them (it signals the command too) or a watched process did. The signal mask is restored at
-// the end.
+// sent them (it signals the command too) or a watched process did, from a thread that ends with the
+// call: readings of memory may take seconds. The signal mask is restored at the end.
 //
 // Throws IO if the command can't be started or the cgroup of its limit can't be made, NOMEM if
 // fork(2) fails. This process must have one thread, and no other children: they would be reaped.

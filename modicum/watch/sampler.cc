@@ -62,7 +62,7 @@ void TreeSampler::sample() {
   }
 }
 
-// Above half of the limit a kill may follow, which is explained by what was read before.
+// Above half of the limit a kill may follow, which the last readings explain.
 bool TreeSampler::is_near_limit() const noexcept {
   return options_.limit_bytes != 0 && !recent_.empty() &&
          std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
@@ -190,7 +190,9 @@ void TreeSampler::read_reports(int64_t now) {
   if (!reported_) return;
   std::vector<int> pids = alive();
   std::sort(pids.begin(), pids.end());
-  reported_->read(now, pids, [this](int pid) { return is_in_tree(pid); });
+  reported_->read(now, pids, [this](int pid) {  // it may have begun since the tree was walked
+    return is_descendant(pid, options_.root_pid, options_.root);
+  });
 }
 
 uint64_t TreeSampler::rss_sum() const noexcept {

@@ -157,7 +157,6 @@ class TreeSampler {
   std::optional<ProcessStatus> read_status_of(TrackedProcess& tracked);
   void read_statuses();
   void take_status(TrackedProcess& tracked, ProcessStatus status);
-  bool is_in_tree(int pid) const;
   void read_reports(int64_t now);
   void read_rank(TrackedProcess& tracked);
   void give_rank(const TrackedProcess& tracked);

@@ -147,17 +147,6 @@ TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
   return most;
 }
 
-// Whether process `pid` lives below the root: it may have begun since the tree was walked.
-bool TreeSampler::is_in_tree(int pid) const {
-  for (int at = pid; at > 1;) {
-    const auto status = read_status(at, options_.root);
-    if (!status || !status->is_alive) return at != pid;  // its parent ends: it gets another one
-    if (status->parent == options_.root_pid) return true;
-    at = status->parent;
-  }
-  return false;
-}
-
 WatchedPhase TreeSampler::phase_of(int pid) {
   read_reports(clock_.now_ns());
   return reported_ ? reported_->phase_of(pid) : WatchedPhase();
