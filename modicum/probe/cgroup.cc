@@ -312,6 +312,11 @@ std::vector<MemoryCgroup> memory_cgroups(const std::string& root) {
   return levels;
 }
 
+uint64_t oom_kills_in_group(const std::string& root) {
+  const std::vector<MemoryCgroup> chain = memory_cgroups(root);
+  return chain.empty() ? 0 : oom_kills_in(chain.front());
+}
+
 uint64_t oom_kill_count(const std::string& root, int pid) {
   uint64_t sum = 0;
   for (const Level& level : levels_with("memory", pid, root)) sum += oom_kills_in(level);

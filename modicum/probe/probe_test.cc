@@ -180,6 +180,8 @@ TEST(OomKillCount, SumsOverTheLevels) {
   machine.put("/sys/fs/cgroup/c/memory.events",
               "low 1\nhigh 2\nmax 4\noom 8\noom_kill 100\noom_group_kill 64\n");
   EXPECT_EQ(oom_kill_count(machine.root()), 113U);
+  EXPECT_EQ(oom_kills_in_group(machine.root()), 3U) << "not those of other jobs in ancestors";
+  EXPECT_EQ(oom_kills_in_group(Machine().root()), 0U);
 }
 
 // Must fail if a quota is ignored, read only at the innermost level, or rounded down to 0.

@@ -28,8 +28,8 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
   SuperviseOptions options;
   options.tick = [&board = world.board, show] { show(progress_of(board)); };
   options.grace_ns = world.grace_ns;
-  options.out_of_memory = [&world, before = oom_kill_count()] {
-    if (oom_kill_count() == before) return std::string();
+  options.out_of_memory = [&world, before = oom_kills_in_group()] {
+    if (oom_kills_in_group() == before) return std::string();
     // The first limit has the least memory left: probably the one that the killed rank exceeded.
     const std::vector<MemoryLimit> limits = memory_limits();
     std::string reason = limits.empty() ? "the kernel counted an out-of-memory kill"

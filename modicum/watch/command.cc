@@ -79,7 +79,7 @@ class Watcher {
     if (task.limit_bytes) cage_.emplace(files, *task.limit_bytes);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     groups_ = cage_ ? std::vector{cage_->group()} : memory_cgroups();
-    deaths_.emplace(groups_);
+    deaths_.emplace(groups_.empty() ? std::nullopt : std::optional(groups_.front()));
     pressure_before_ = memory_pressure(groups_);
     begin_ns_ = clock_.now_ns();
     const Start start{
@@ -179,38 +179,61 @@ class Watcher {
     });
   }
 
+  void read_log() {
+    for (OomKill& kill : log_.next()) logged_.push_back(std::move(kill));
+  }
+
+  // Whether the kernel has counted a kill. It logs a kill after it has counted it: what was logged
+  // before, without a new count, was in another cgroup.
+  bool has_new_kill() {
+    read_log();
+    if (deaths_->has_new_kill()) return true;
+    logged_.clear();
+    return false;
+  }
+
   // Returns the kill of a watched process that the kernel has logged, if any. Waits up to 20 ms for
   // the message, which the kernel writes right after it has counted the kill.
   std::optional<OomKill> logged_kill() {
-    std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
-      for (const OomKill& kill : log_.next()) {
+      read_log();
+      for (const OomKill& kill : logged_) {
         // The killed process may never have been sampled; then its cgroup identifies it.
         const bool is_in_cage = cage_ && kill.group.ends_with(cage_->name());
         if (is_in_cage || sampler_->find(kill.pid) != nullptr) return kill;
-        if (kill.group.empty()) without_group.push_back(kill);
       }
       clock_.sleep_ns(2 * kNsPerMs);
     }
     // The kernel's rate limit may have dropped the message that names the cgroup.
+    std::vector<OomKill> without_group = logged_;
+    std::erase_if(without_group, [](const OomKill& kill) { return !kill.group.empty(); });
     if (cage_ && without_group.size() == 1) return without_group.front();
     return std::nullopt;
   }
 
   // Records the first kill. `dead`: the processes that have just ended.
   void note_kill(const std::vector<int>& dead) {
-    if (killed_ || !deaths_->has_new_kill()) return;
+    if (killed_ || !has_new_kill()) return;
     std::optional<OomKill> kill = logged_kill();
     const bool is_logged = kill.has_value();
     if (!kill) {
       const std::optional<int> pid = deaths_->killed_of(dead, statuses_, *sampler_);
-      if (!pid) return;
+      if (!pid) return forget_foreign_kills();
       const WatchedProcess* const process = sampler_->find(*pid);
       kill = OomKill{.pid = *pid,
                      .name = process != nullptr ? process->name : "",
                      .held_bytes = sampler_->last_held(*pid)};
     }
     record_kill(*kill, is_logged);
+  }
+
+  // The log names each kill; where it can't be read, time tells.
+  void forget_foreign_kills() {
+    if (!cage_ && logged_.size() >= deaths_->new_kills()) {
+      deaths_->forget();
+    } else {
+      deaths_->forget_old(clock_.now_ns(), sampler_->is_ending());
+    }
   }
 
   void record_kill(const OomKill& kill, bool is_logged) {
@@ -306,6 +329,7 @@ class Watcher {
   int64_t limits_ns_ = 0;
   std::vector<MemoryCgroup> groups_;  // the command's cgroup, or the watcher's and its ancestors
   std::optional<MemoryPressure> pressure_before_;
+  std::vector<OomKill> logged_;  // since a kill was last counted
   std::optional<WatchedKill> killed_;
 };
 

@@ -5,12 +5,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <utility>
 
 namespace modicum {
 
-Deaths::Deaths(std::vector<MemoryCgroup> groups) : groups_(std::move(groups)), kills_(kills()) {
+Deaths::Deaths(std::optional<MemoryCgroup> group) : group_(std::move(group)), kills_(kills()) {
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < INT32_MAX) {
     highest_fd_ = static_cast<int>(files.rlim_cur) - kFreeDescriptors;
@@ -21,10 +22,18 @@ Deaths::~Deaths() {
   for (const auto& [pid, fd] : followed_) close(fd);
 }
 
-uint64_t Deaths::kills() const {
-  uint64_t sum = 0;
-  for (const MemoryCgroup& group : groups_) sum += oom_kills_in(group);
-  return sum;
+uint64_t Deaths::kills() const { return group_ ? oom_kills_in(*group_) : 0; }
+
+uint64_t Deaths::new_kills() const {
+  const uint64_t now = kills();
+  return now - std::min(now, kills_);
+}
+
+void Deaths::forget_old(int64_t now_ns, bool is_ending) {
+  const uint64_t now = kills();
+  if (now != kills_then_ || is_ending) since_ns_ = now_ns;
+  kills_then_ = now;
+  if (now_ns - since_ns_ >= kExplainedNs) kills_ = now;
 }
 
 void Deaths::follow(const std::vector<int>& pids) {
@@ -66,8 +75,7 @@ std::vector<int> Deaths::ended(const std::vector<pollfd>& waited) {
 std::optional<int> Deaths::killed_of(const std::vector<int>& dead,
                                      const std::map<int, int>& statuses,
                                      const TreeSampler& sampler) {
-  const uint64_t now = kills();
-  if (now == kills_) return std::nullopt;
+  if (!has_new_kill()) return std::nullopt;
   std::optional<int> killed;
   for (const int pid : dead) {
     const auto status = statuses.find(pid);
@@ -75,7 +83,7 @@ std::optional<int> Deaths::killed_of(const std::vector<int>& dead,
     if (is_known && !(WIFSIGNALED(status->second) && WTERMSIG(status->second) == SIGKILL)) continue;
     if (!killed || sampler.last_held(pid) > sampler.last_held(*killed)) killed = pid;
   }
-  if (killed) kills_ = now;
+  if (killed) forget();
   return killed;
 }
 

@@ -21,9 +21,11 @@ class Deaths {
  public:
   static constexpr size_t kMaxFollowed = 512;  // each takes one file descriptor
   static constexpr int kFreeDescriptors = 32;
+  static constexpr int64_t kExplainedNs = 5 * kNsPerSecond;  // from a kill to the end of a process
 
-  // `groups`: the cgroups whose kills count.
-  explicit Deaths(std::vector<MemoryCgroup> groups);
+  // `group`: the cgroup whose kills count, that of the command. Its ancestors count kills of other
+  // jobs, too. nullopt: none count.
+  explicit Deaths(std::optional<MemoryCgroup> group);
   ~Deaths();
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
@@ -37,8 +39,15 @@ class Deaths {
   // these descriptors.
   std::vector<int> ended(const std::vector<pollfd>& waited);
 
-  // Whether the kernel has counted a kill since construction, or since killed_of last found one.
-  bool has_new_kill() const { return kills() != kills_; }
+  // How many kills the kernel has counted since construction, or since killed_of last found one or
+  // they were forgotten.
+  uint64_t new_kills() const;
+  bool has_new_kill() const { return new_kills() > 0; }
+  // Forgets the new kills, which were of other processes in the cgroup.
+  void forget() { kills_ = kills(); }
+  // As forget, if no kill has been counted since this was called kExplainedNs ago. `is_ending`: a
+  // watched process may be ending: to free much memory takes longer.
+  void forget_old(int64_t now_ns, bool is_ending);
   // The process of `dead` that the OOM killer has ended; nullopt without a new kill. `statuses` has
   // the known statuses of wait(2) by pid: a process that SIGKILL has not ended is ruled out. Of
   // several candidates returns the one that held most memory by `sampler`, since the kernel prefers
@@ -49,8 +58,10 @@ class Deaths {
  private:
   uint64_t kills() const;
 
-  const std::vector<MemoryCgroup> groups_;
+  const std::optional<MemoryCgroup> group_;
   uint64_t kills_;
+  uint64_t kills_then_ = 0;      // by forget_old
+  int64_t since_ns_ = 0;         // when forget_old first saw kills_then_
   int highest_fd_ = INT32_MAX;   // the highest descriptor that a pidfd may have
   std::map<int, int> followed_;  // pid -> pidfd
 };

@@ -30,7 +30,7 @@ TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
   count(2);
   SteadyClock clock;
   const TreeSampler sampler(clock, {.root_pid = getpid(), .cpu_ns = [] { return int64_t{0}; }});
-  Deaths deaths({MemoryCgroup{.version = 1, .name = "/", .directory = directory.path()}});
+  Deaths deaths(MemoryCgroup{.version = 1, .name = "/", .directory = directory.path()});
   const std::map<int, int> statuses = {{11, kExited}, {12, kKilled}};
   EXPECT_FALSE(deaths.has_new_kill());
   EXPECT_EQ(deaths.killed_of({12}, statuses, sampler), std::nullopt) << "killed by a program";
@@ -38,6 +38,31 @@ TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
   EXPECT_TRUE(deaths.has_new_kill());
   EXPECT_EQ(deaths.killed_of({11}, statuses, sampler), std::nullopt) << "it has exited";
   EXPECT_EQ(deaths.killed_of({11, 12}, statuses, sampler), 12);
+  EXPECT_FALSE(deaths.has_new_kill());
+}
+
+// Another job in the command's cgroup was killed: no later end of a process is that kill.
+TEST(Deaths, AKillThatNoEndExplainsIsForgotten) {
+  const TempDir directory;
+  const auto count = [&](int kills) {
+    std::ofstream(directory / "memory.oom_control") << "oom_kill " << kills << "\n";
+  };
+  count(2);
+  Deaths deaths(MemoryCgroup{.version = 1, .name = "/", .directory = directory.path()});
+  count(3);
+  deaths.forget_old(7 * kNsPerSecond, false);
+  deaths.forget_old(11 * kNsPerSecond, false);
+  EXPECT_EQ(deaths.new_kills(), 1U);
+  count(4);
+  deaths.forget_old(12 * kNsPerSecond, false);
+  deaths.forget_old(16 * kNsPerSecond, true);  // frees its memory
+  deaths.forget_old(20 * kNsPerSecond, false);
+  EXPECT_EQ(deaths.new_kills(), 2U);
+  deaths.forget_old(21 * kNsPerSecond, false);
+  EXPECT_FALSE(deaths.has_new_kill());
+  count(5);
+  EXPECT_TRUE(deaths.has_new_kill());
+  deaths.forget();
   EXPECT_FALSE(deaths.has_new_kill());
 }
 
@@ -60,7 +85,7 @@ TEST(Deaths, LeaveFileDescriptorsFree) {
         _exit(0);
       }
     }
-    Deaths deaths({});
+    Deaths deaths(std::nullopt);
     deaths.follow(children);
     deaths.add_to(waited);
   }

@@ -77,6 +77,8 @@ class TreeSampler {
 
   // The processes that were alive at the last sample.
   std::vector<int> alive() const;
+  // Whether a process had no memory any more, but had not ended, at the last sample.
+  bool is_ending() const noexcept;
   // The memory of a process in the last recent sample in which it held any, else its VmHWM when it
   // was last seen; 0 for an unknown process.
   uint64_t last_held(int pid) const;

@@ -82,6 +82,12 @@ std::vector<int> TreeSampler::alive() const {
   return pids;
 }
 
+bool TreeSampler::is_ending() const noexcept {
+  return std::any_of(tracked_.begin(), tracked_.end(), [](const TrackedProcess& tracked) {
+    return !tracked.may_be_in_parents && tracked.status.peak_rss == 0;
+  });
+}
+
 std::optional<size_t> TreeSampler::index_of(int pid) const {
   for (size_t at = processes_.size(); at > 0; --at) {
     if (processes_[at - 1].pid == pid) return at - 1;

@@ -549,6 +549,20 @@ TEST(Sampler, AKillIsASampleOfWhatTheProcessHadGained) {
   for (const WatchSample& sample : record.samples) EXPECT_EQ(sum_of(sample), sample.held_bytes);
 }
 
+// To free the memory of a large process takes seconds. A child in its parent's memory has none.
+TEST(Sampler, AProcessWithoutMemoryIsEnding) {
+  SampledTree tree;
+  tree.put(11, {.anon_kib = 10'000});
+  tree.sample_after();
+  EXPECT_FALSE(tree.sampler().is_ending());
+  tree.put(11, {.name = "python3"});
+  tree.sample_after();
+  EXPECT_TRUE(tree.sampler().is_ending());
+  tree.end(11);
+  tree.sample_after();
+  EXPECT_FALSE(tree.sampler().is_ending());
+}
+
 // The sample after the death has found the process gone.
 TEST(Sampler, AKillAfterTheNextSampleHasTheMemoryOfTheOneBefore) {
   SampledTree tree({.limit_bytes = 120'000 * kKiB});
@@ -684,7 +698,7 @@ TEST(Sampler, AGroupCountsCopiesThatHaveNotBeenRead) {
 
 TEST(Sampler, KillsInAGroupOfV2AreCounted) {
   Machine machine;
-  Deaths deaths({put_group(machine, 402653184, 0)});
+  Deaths deaths(put_group(machine, 402653184, 0));
   EXPECT_FALSE(deaths.has_new_kill());
   put_group(machine, 300000000, 1);
   EXPECT_TRUE(deaths.has_new_kill());
