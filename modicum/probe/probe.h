@@ -191,7 +191,11 @@ struct ForkCopies {
 // different groups of processes are told apart (up to 8 pages at one address). Without it, all
 // shared pages at one address count as one. An area that parent and child have mapped separately at
 // the same address since the fork counts as well. Takes about 0.1 s per GiB.
-std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root = "");
+//
+// A *family* is a process that was not forked and its forked descendants. Before a family is read,
+// `may_read` is asked with the first process's pid; families that it refuses are left out.
+std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root = "",
+                                         const std::function<bool(int family)>& may_read = {});
 
 // A memory limit of a process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {

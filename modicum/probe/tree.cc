@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "modicum/io/io.h"
@@ -394,16 +396,22 @@ std::vector<Area> without(const std::vector<Area>& areas, const std::vector<Area
   return left;
 }
 
-// Adds to `bytes` the copies of pages of process `parent` that its forked descendants hold.
-void add_copies_of(std::vector<ForkedProcess>& forks, size_t parent, std::vector<uint64_t>& bytes,
-                   const std::string& root) {
-  std::vector<size_t> members = {parent};
-  for (size_t i = parent + 1; i < forks.size(); ++i) {
+// A process and its forked descendants, each after its parent.
+std::vector<size_t> family_of(const std::vector<ForkedProcess>& forks, size_t first) {
+  std::vector<size_t> members = {first};
+  for (size_t i = first + 1; i < forks.size(); ++i) {
     const auto from = forks[i].from;
     if (from && std::find(members.begin(), members.end(), *from) != members.end()) {
       members.push_back(i);
     }
   }
+  return members;
+}
+
+// Adds to `bytes` the copies of pages of process `parent` that its forked descendants hold.
+void add_copies_of(std::vector<ForkedProcess>& forks, size_t parent, std::vector<uint64_t>& bytes,
+                   const std::string& root) {
+  const std::vector<size_t> members = family_of(forks, parent);
   if (members.size() < 2) return;
   const std::vector<Area> areas = areas_of(forks[parent].pid, root);
   // Copies in an ancestor's areas are counted by the call for that ancestor.
@@ -433,19 +441,25 @@ void add_copies_of(std::vector<ForkedProcess>& forks, size_t parent, std::vector
 
 }  // namespace
 
-std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root) {
+std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root,
+                                         const std::function<bool(int family)>& may_read) {
   std::vector<ForkedProcess> forks = forks_of(pid, root);
   std::vector<uint64_t> bytes(forks.size());
-  for (size_t i = 0; i < forks.size(); ++i) {
-    try {
-      add_copies_of(forks, i, bytes, root);
-    } catch (const Error&) {
-      continue;  // the parent has ended meanwhile
-    }
-  }
   std::vector<ForkCopies> copies;
-  for (size_t i = 0; i < forks.size(); ++i) {
-    if (forks[i].from) copies.push_back({forks[i].pid, forks[*forks[i].from].pid, bytes[i]});
+  for (size_t first = 0; first < forks.size(); ++first) {
+    if (forks[first].from) continue;
+    const std::vector<size_t> family = family_of(forks, first);
+    if (family.size() < 2 || (may_read && !may_read(forks[first].pid))) continue;
+    for (const size_t parent : family) {
+      try {
+        add_copies_of(forks, parent, bytes, root);
+      } catch (const Error&) {
+        continue;  // the parent has ended meanwhile
+      }
+    }
+    for (const size_t i : std::span(family).subspan(1)) {
+      copies.push_back({forks[i].pid, forks[*forks[i].from].pid, bytes[i]});
+    }
   }
   return copies;
 }

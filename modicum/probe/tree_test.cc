@@ -230,6 +230,24 @@ TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
   EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.50 102<100:0.50 ");
 }
 
+TEST(ForkCopies, OfARefusedFamilyAreLeftOut) {
+  Machine machine;
+  put(machine, {.pid = 100, .auxv = "launcher"});
+  for (const int rank : {200, 300}) {
+    const std::string_view auxv = rank == 200 ? "first" : "second";
+    put(machine, {.pid = rank, .parent = 100, .entries = {{16, kAlone}}, .auxv = auxv});
+    put(machine, {.pid = rank + 1, .parent = rank, .entries = {{16, kAlone}}, .auxv = auxv});
+  }
+  std::vector<int> asked;
+  const auto may_read = [&](int family) {
+    asked.push_back(family);
+    return family == 300;
+  };
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root(), may_read)), "301<300:1.00 ");
+  EXPECT_EQ(asked, (std::vector<int>{200, 300}));
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "201<200:1.00 301<300:1.00 ");
+}
+
 // A child that ends meanwhile has no pagemap.
 TEST(ForkCopies, OfTheOtherChildrenAreReadIfOneHasEnded) {
   Machine machine;
