@@ -183,8 +183,8 @@ class Watcher {
     for (OomKill& kill : log_.next()) logged_.push_back(std::move(kill));
   }
 
-  // Whether the kernel has counted a kill. It logs a kill after it has counted it: what was logged
-  // before, without a new count, was in another cgroup.
+  // Whether the kernel has counted a kill. It logs a kill after it has counted it: kills that it
+  // logged before, without a new count, were in another cgroup.
   bool has_new_kill() {
     read_log();
     if (deaths_->has_new_kill()) return true;

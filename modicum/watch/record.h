@@ -74,7 +74,8 @@ struct WatchSample {
   double at_s = 0;
   uint64_t held_bytes = 0;           // by the tree: the sum of `shares` and `others`
   uint64_t unread_copies_bytes = 0;  // what it holds in addition at most, by page faults: copies of
-                                     // pages shared since a fork, made since Pss was last read
+                                     // pages shared since a fork, made since Pss was last read; of
+                                     // a large process whose Pss was never read, its RssAnon
   uint64_t page_cache_bytes = 0;     // mapped by the tree; with --limit, charged to the cgroup
   uint64_t charged_bytes = 0;        // with --limit: all memory charged to the command's cgroup
   std::vector<Share> shares;         // the largest first

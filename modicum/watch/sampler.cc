@@ -47,8 +47,8 @@ void TreeSampler::sample() {
   const int64_t cost = options_.cpu_ns() - cpu_before;
   switch (what_to_read(now)) {
     case Reading::status: break;
-    case Reading::pss: read_exact(); break;
-    case Reading::copies: read_copies(); break;
+    case Reading::pss: read_exact(cpu_before); break;
+    case Reading::copies: read_copies(cpu_before); break;
   }
   read_kinds(now, cpu_before);
   record_sample(now);
@@ -91,10 +91,11 @@ void TreeSampler::add(int pid) {
   auto status = read_status_of(tracked);
   if (!status || !status->is_alive) return;
   take_status(tracked, std::move(*status));
-  tracked.anon_then = tracked.status.rss_anon;
+  tracked.estimate.anon_then = tracked.status.rss_anon;
   ++left_out_;
   if (processes_.size() < kMaxProcesses) give_record(tracked, seconds(then_ns_));
-  if (!tracked.may_be_in_parents && tracked.rss_bytes() <= kSmallBytes) read_pss_of(tracked);
+  tracked.is_unread = !tracked.may_be_in_parents && tracked.rss_bytes() > kSmallBytes;
+  if (!tracked.may_be_in_parents && !tracked.is_unread) read_pss_of(tracked, tracked.estimate);
   tracked_.push_back(std::move(tracked));
 }
 
@@ -144,10 +145,8 @@ void TreeSampler::read_statuses() {
     if (status->name != tracked.status.name)
       tracked.rank_reads = 0;  // it has started another program
     take_status(tracked, std::move(*status));
-    if (tracked.status.rss_anon < tracked.anon_then) {
-      tracked.pss_anon -= std::min(tracked.pss_anon, tracked.anon_then - tracked.status.rss_anon);
-      tracked.anon_then = tracked.status.rss_anon;
-    }
+    tracked.estimate.note_freed(tracked.status.rss_anon);
+    if (tracked.next) tracked.next->note_freed(tracked.status.rss_anon);
     read_rank(tracked);
   }
   ended_.clear();
@@ -210,12 +209,16 @@ uint64_t TreeSampler::beyond_estimate() const noexcept {
 }
 
 // What copies of pages shared since a fork add to the tree, and is not in the estimate. At most
-// each page fault since Pss was last read was one. A process copies each of its pages once.
+// each page fault since Pss was last read was one. A process copies each of its pages once. Of a
+// large process whose Pss was never read any page may be a copy, or may never have been shared.
 uint64_t TreeSampler::unread_copies() const noexcept {
-  if (faults_since_ < kFaultsOfCopying) return 0;
   uint64_t copies = 0;
   for (const TrackedProcess& tracked : tracked_) {
-    copies += std::min(tracked.faults_since * kPageBytes, tracked.status.rss_anon);
+    if (tracked.is_unread) {
+      copies += tracked.status.rss_anon;
+    } else if (faults_since_ >= kFaultsOfCopying) {
+      copies += std::min(tracked.faults_since * kPageBytes, tracked.status.rss_anon);
+    }
   }
   return std::min(copies, beyond_estimate());
 }
@@ -230,7 +233,9 @@ uint64_t TreeSampler::charged_copies(const MemoryCharges& charges) const noexcep
 // Adds the copies that the estimate lacks: to what the tree holds, if its own cgroup counts them.
 void TreeSampler::add_copies(WatchSample& sample,
                              const std::optional<MemoryCharges>& of_cage) const {
-  if (tracked_.size() < 2) return;  // nothing is shared
+  if (tracked_.empty() || (tracked_.size() == 1 && !tracked_.front().is_unread)) {
+    return;  // nothing is shared
+  }
   if (of_cage) {
     sample.by_group_bytes = charged_copies(*of_cage);
     sample.held_bytes += sample.by_group_bytes;
@@ -247,11 +252,11 @@ void TreeSampler::add_copies(WatchSample& sample,
 // The memory of a process by owner, if it holds `held_bytes` now.
 OwnedMemory TreeSampler::divided(TrackedProcess& tracked, uint64_t held_bytes) {
   const auto reported = reported_ ? reported_->memory_of(tracked.pid) : std::nullopt;
-  return tracked.division(held_bytes,
-                          {.copied_bytes = tracked.copied_bytes,
-                           .shared_bytes = std::min(tracked.pss_shmem, tracked.status.rss_shmem),
-                           .reported = reported ? &*reported : nullptr,
-                           .kinds = tracked.kinds ? &*tracked.kinds : nullptr});
+  return tracked.division(
+      held_bytes, {.copied_bytes = tracked.copied_bytes,
+                   .shared_bytes = std::min(tracked.estimate.pss_shmem, tracked.status.rss_shmem),
+                   .reported = reported ? &*reported : nullptr,
+                   .kinds = tracked.kinds ? &*tracked.kinds : nullptr});
 }
 
 void TreeSampler::record_share(TrackedProcess& tracked, WatchSample& sample) {

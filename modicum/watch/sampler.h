@@ -16,9 +16,11 @@
 // high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
 // where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
 // estimate is too low; the page faults that it costs show that an exact reading is needed, and
-// bound what may be held until then. The more CPU time is owed, the longer that is. A cgroup counts
-// each page once: that of the command alone (--limit) has the copies to the byte, that of the
-// watching process is another bound.
+// bound what may be held until then (so does RssAnon of a large process that has not been read).
+// The more CPU time is owed, the longer that is; an exact reading stops between two processes when
+// too much is owed, and takes effect when all are read. A cgroup counts each page once: that of the
+// command alone (--limit) has the copies to the byte, that of the watching process is another
+// bound.
 //
 // The kinds of a process's memory (read_memory_kinds) are read when it has grown or shrunk, and
 // after 10 s if it has changed at all; the process that has changed most comes first, while the
@@ -116,18 +118,32 @@ class TreeSampler {
   void finish(WatchRecord& record);
 
  private:
+  // The estimate of a process's memory after its Pss was read.
+  struct Estimate {
+    uint64_t pss_anon = 0;   // at the reading, less the private bytes freed since
+    uint64_t pss_shmem = 0;  // at the reading
+    uint64_t anon_then = 0;  // the lowest RssAnon since the reading
+
+    void note_freed(uint64_t rss_anon) noexcept {
+      if (rss_anon >= anon_then) return;
+      pss_anon -= std::min(pss_anon, anon_then - rss_anon);
+      anon_then = rss_anon;
+    }
+  };
   struct TrackedProcess {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_; none: it has no record
     bool may_be_in_parents = true;  // is_in_parents_memory when last asked
     ProcessStatus status;
-    uint64_t pss_anon = 0;      // at the last exact reading, less the private bytes freed since
-    uint64_t pss_shmem = 0;     // at the last exact reading
-    uint64_t anon_then = 0;     // the lowest RssAnon since that reading
-    uint64_t faults = 0;        // minor page faults, when last read; 0: not yet
-    uint64_t faults_since = 0;  // minor page faults since Pss was last read
-    uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
-    Division division;          // its state between samples
+    Estimate estimate;
+    bool is_unread = false;        // large when it was found, and Pss was never read
+    bool is_due = false;           // still to be read by the exact reading that has begun
+    std::optional<Estimate> next;  // read by it; replaces `estimate` when all are read
+    uint64_t faults_at_next = 0;   // faults_since then
+    uint64_t faults = 0;           // minor page faults, when last read; 0: not yet
+    uint64_t faults_since = 0;     // minor page faults since Pss was last read
+    uint64_t copied_bytes = 0;     // copied since a fork (ForkCopies), when last read
+    Division division;             // its state between samples
     std::optional<MemoryKinds> kinds;
     uint64_t rss_at_kinds = 0;            // rss_bytes() when `kinds` were read, or could not be
     int64_t kinds_at_ns = INT64_MIN / 2;  // long ago: never
@@ -138,10 +154,10 @@ class TreeSampler {
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
     uint64_t anon_bytes() const noexcept {  // the estimate of private memory
-      return pss_anon + (status.rss_anon - std::min(status.rss_anon, anon_then));
+      return estimate.pss_anon + (status.rss_anon - std::min(status.rss_anon, estimate.anon_then));
     }
     uint64_t held_bytes() const noexcept {  // the estimate
-      return anon_bytes() + std::min(pss_shmem, status.rss_shmem);
+      return anon_bytes() + std::min(estimate.pss_shmem, status.rss_shmem);
     }
   };
 
@@ -171,10 +187,13 @@ class TreeSampler {
   uint64_t unread_copies() const noexcept;
   uint64_t charged_copies(const MemoryCharges& charges) const noexcept;
   void add_copies(WatchSample& sample, const std::optional<MemoryCharges>& of_cage) const;
-  void read_pss_of(TrackedProcess& tracked);
-  void read_exact();
+  bool may_go_on(int64_t cpu_before) const;
+  void read_pss_of(TrackedProcess& tracked, Estimate& to);
+  void read_exact(int64_t cpu_before);
+  void finish_exact();
   void read_kinds(int64_t now, int64_t cpu_before);
-  void read_copies();
+  void read_copies(int64_t cpu_before);
+  void note_copies(const std::vector<ForkCopies>& copies);
   void record_sample(int64_t now);
   void record_share(TrackedProcess& tracked, WatchSample& sample);
   bool note_peak(const WatchSample& sample);
@@ -202,6 +221,9 @@ class TreeSampler {
   CpuAllowance allowance_;
   int64_t pause_ns_ = kShortestPauseNs;
 
+  bool is_reading_exact_ = false;        // an exact reading has begun and not ended
+  std::vector<int> families_read_;       // by read_copies so far, as read_fork_copies asks for them
+  std::vector<ForkCopies> fork_copies_;  // theirs
   Owed owed_ = Owed::nothing;
   uint64_t rss_at_exact_ = 0;        // rss_sum() when Pss was last read
   uint64_t rss_of_small_pages_ = 0;  // rss_sum() when may_have_huge_pages() was last false

@@ -57,12 +57,18 @@ bool TreeSampler::has_copied(int64_t now) {
   return faults_since_ >= kFaultsOfCopying && (is_paid || (!is_copying && is_due));
 }
 
+// Whether another process may be read: not if more CPU time is owed than may be.
+bool TreeSampler::may_go_on(int64_t cpu_before) const {
+  return allowance_.leaves(-kMaxDebtNs, static_cast<double>(options_.cpu_ns() - cpu_before));
+}
+
 TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
   const uint64_t sum = rss_sum();
   if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
   rss_before_ = sum;
   const bool is_steady = now - steady_since_ns_ >= kSteadyNs;
   const bool has_new_copies = has_copied(now);
+  if (is_reading_exact_) return allowance_.leaves(-kMaxDebtNs) ? Reading::pss : Reading::status;
   if (wants_pss(sum, is_steady, has_new_copies)) {
     owed_ = has_new_copies ? Owed::new_copies : Owed::copies;
     if (tracked_.size() < 2) owed_ = Owed::nothing;
@@ -101,39 +107,90 @@ bool TreeSampler::may_have_huge_pages() const {
   return beyond_faults > step_of(rss_sum());
 }
 
-void TreeSampler::read_pss_of(TrackedProcess& tracked) {
+void TreeSampler::read_pss_of(TrackedProcess& tracked, Estimate& to) {
   const auto sums = read_mapping_sums(tracked.pid, options_.root);
   if (!sums) {
     const auto status = read_status(tracked.pid, options_.root);
     if (!status || !status->is_alive || status->peak_rss == 0) return;  // it ends, without memory
   }
   // Where Pss can't be read (old kernels, another user), shared pages count in full.
-  tracked.pss_anon = sums ? sums->pss_anon : tracked.status.rss_anon;
-  tracked.pss_shmem = sums ? sums->pss_shmem : tracked.status.rss_shmem;
+  to.pss_anon = sums ? sums->pss_anon : tracked.status.rss_anon;
+  to.pss_shmem = sums ? sums->pss_shmem : tracked.status.rss_shmem;
   if (!sums || !tracked.process) return;
   auto& most = processes_[*tracked.process].huge_page_bytes;
   most = std::max(most.value_or(0), sums->huge_pages);
 }
 
-void TreeSampler::read_exact() {
+// Begins an exact reading, or goes on with it. The old estimates stay until all processes are
+// read: of a parent and its child that share pages, a new one alone would count too little.
+void TreeSampler::read_exact(int64_t cpu_before) {
+  const bool is_first = !is_reading_exact_;
+  if (is_first) {
+    for (TrackedProcess& tracked : tracked_) tracked.is_due = true;
+  }
+  is_reading_exact_ = false;
+  bool has_read = false;
   for (TrackedProcess& tracked : tracked_) {
-    if (tracked.may_be_in_parents) continue;  // after its exec the estimate is its RssAnon
-    read_pss_of(tracked);
+    // After its exec the estimate is its RssAnon.
+    if (tracked.may_be_in_parents) tracked.is_due = false;
+    if (!tracked.is_due) continue;
+    is_reading_exact_ = has_read && !may_go_on(cpu_before);
+    if (is_reading_exact_) break;
+    has_read = true;
+    tracked.is_due = false;
+    tracked.next = tracked.estimate;
+    read_pss_of(tracked, *tracked.next);
     if (const auto status = read_status(tracked.pid, options_.root); status && status->is_alive) {
       take_status(tracked, *status);
+      tracked.estimate.note_freed(tracked.status.rss_anon);
     }
-    tracked.anon_then = tracked.status.rss_anon;
-    tracked.faults_since = 0;
+    tracked.next->anon_then = tracked.status.rss_anon;
+    tracked.faults_at_next = tracked.faults_since;
     if (tracked.process) give_rank(tracked);
   }
-  rss_at_exact_ = rss_sum();
-  exact_at_ns_ = then_ns_;
-  faults_since_ = 0;
+  if (is_first) {
+    rss_at_exact_ = rss_sum();
+    exact_at_ns_ = then_ns_;
+  }
+  if (!is_reading_exact_) finish_exact();
 }
 
-void TreeSampler::read_copies() {
+void TreeSampler::finish_exact() {
+  faults_since_ = 0;
+  for (TrackedProcess& tracked : tracked_) {
+    if (!tracked.next) continue;
+    tracked.estimate = *std::exchange(tracked.next, std::nullopt);
+    tracked.is_unread = false;
+    tracked.faults_since -= std::min(tracked.faults_since, tracked.faults_at_next);
+    faults_since_ += tracked.faults_since;
+  }
+  families_read_.clear();
+  fork_copies_.clear();
+}
+
+// Begins a reading of copies, or goes on with it.
+void TreeSampler::read_copies(int64_t cpu_before) {
+  bool has_read = false;
+  bool is_complete = true;
+  const auto may_read = [&](int family) {
+    const auto& read = families_read_;
+    if (std::find(read.begin(), read.end(), family) != read.end()) return false;
+    if (has_read && !may_go_on(cpu_before)) is_complete = false;
+    if (!is_complete) return false;
+    has_read = true;
+    families_read_.push_back(family);
+    return true;
+  };
+  for (const ForkCopies& copy : read_fork_copies(options_.root_pid, options_.root, may_read)) {
+    fork_copies_.push_back(copy);
+  }
+  if (!is_complete) return;
   owed_ = Owed::nothing;
-  const std::vector<ForkCopies> copies = read_fork_copies(options_.root_pid, options_.root);
+  families_read_.clear();
+  note_copies(std::exchange(fork_copies_, {}));
+}
+
+void TreeSampler::note_copies(const std::vector<ForkCopies>& copies) {
   uint64_t sum = 0;
   for (TrackedProcess& tracked : tracked_) tracked.copied_bytes = 0;
   for (const ForkCopies& copy : copies) {
