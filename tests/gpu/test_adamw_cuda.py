@@ -58,38 +58,43 @@ def test_parameters_on_the_device_step_with_the_bits_of_parameters_on_the_host(
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split", "bf16-moments", "int8-moments"])
 def test_offloaded_shards_step_with_the_bits_of_a_model_on_the_host(state_format: str) -> None:
     """FSDP2 copies the gradients of a backward on the device into host memory. Each step has the
-    bits of a model that was never on the device."""
+    bits of a model that was never on the device, with the gradients of a twin without Modicum's
+    hooks, which are read once all copies have ended."""
     torch.manual_seed(5)
 
     def layers() -> nn.Sequential:
         made = [nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96, bias=False)]
         return nn.Sequential(*made).bfloat16()
 
-    host, offloaded = layers(), layers()
-    offloaded.load_state_dict(host.state_dict())
+    host, offloaded, twin = layers(), layers(), layers()
     mesh = init_device_mesh("cuda", (1,))
-    fully_shard(offloaded, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    for model in (offloaded, twin):
+        model.load_state_dict(host.state_dict())
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
     options = {"lr": 0.01, "state_format": state_format}
     on_host = AdamW(host.named_parameters(), **options)
     stepping = AdamW(offloaded.named_parameters(), **options)
     for _ in range(6):
         inputs = torch.randn(32, 96, dtype=torch.bfloat16, device="cuda")
-        offloaded(inputs).square().mean().backward()
-        for (name, ours), theirs in zip(
-            host.named_parameters(), offloaded.parameters(), strict=True
-        ):
-            local = theirs.grad.to_local()
-            assert local.device.type == "cpu", name
-            torch.cuda.synchronize()  # FSDP2 copies gradients asynchronously
-            ours.grad = local.clone()
+        for model in (offloaded, twin):
+            model(inputs).square().mean().backward()
+        torch.cuda.synchronize()  # before torch 2.13 FSDP2's copies may be in flight
+        for name, parameter in host.named_parameters():
+            taken, copied = (model.get_parameter(name).grad for model in (offloaded, twin))
+            assert taken.to_local().device.type == "cpu", name
+            assert torch.equal(taken.to_local(), copied.to_local()), name
+            parameter.grad = copied.to_local().clone()
         norms = [float(each.clip_grad_norm_(0.5)) for each in (on_host, stepping)]
         assert norms[0] == norms[1]
         for each in (on_host, stepping):
             each.step()
             each.zero_grad()
+        twin.zero_grad()
         for name, parameter in offloaded.named_parameters():
             local = parameter.to_local()
             assert torch.equal(local, host.get_parameter(name).detach()), name
+            with torch.no_grad():
+                twin.get_parameter(name).to_local().copy_(local)
     assert stepping.digest() == on_host.digest()
 
 

@@ -335,6 +335,34 @@ def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None
     assert torch.equal(after[rest], before[rest]) and torch.equal(after[8, 1:], before[8, 1:])
 
 
+def test_a_gradient_is_taken_after_its_copy_into_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before torch 2.13 FSDP2 calls the hooks while the copy from the device is in flight. Here the
+    copy ends when the stream is synchronized."""
+    model = nn.Linear(3, 4, bias=False)
+    in_flight: list[tuple[Any, Any]] = []
+
+    def offload(parameter: Any) -> None:
+        in_flight.append((parameter.grad, parameter.grad.clone()))
+        parameter.grad.fill_(math.nan)
+
+    class Stream:
+        def synchronize(self) -> None:
+            for grad, values in in_flight:
+                grad.copy_(values)
+
+    model.weight.register_post_accumulate_grad_hook(offload)
+    optimizer = AdamW(model.parameters())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    model(torch.ones(3)).sum().backward()
+    assert in_flight and torch.equal(model.weight.grad, torch.ones(4, 3))
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
 # ---- changes of `state`
 
 

@@ -314,6 +314,17 @@ def _takes_storage(mesh: Any) -> bool:
 # ---- pinning
 
 
+def await_copies(tensor: torch.Tensor) -> None:
+    """Waits for a copy into pinned memory on the current stream: before torch 2.13 FSDP2 calls the
+    hooks of an offloaded gradient while its copy from the device is in flight."""
+    local = local_of(tensor)
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None or local.device.type != "cpu" or not accelerator.is_available():
+        return
+    if local.is_pinned():
+        accelerator.current_stream().synchronize()
+
+
 def check_pinning(managed: Mapping[str, ManagedParameter]) -> None:
     """Raises `UsageError` for `CPUOffloadPolicy(pin_memory=True)` without CUDA."""
     if torch.cuda.is_available():

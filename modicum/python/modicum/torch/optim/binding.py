@@ -23,6 +23,7 @@ from modicum.torch.optim.parts import (
 )
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, parameters_of, require_known
+from modicum.upstream.torch_fsdp import await_copies
 
 Group = dict[str, Any]
 
@@ -229,6 +230,7 @@ def _taking(part: Part, slot: Slot) -> Callable[[nn.Parameter], None]:
             return  # the step redistributes it; until then autograd adds to it as it is
         with torch.no_grad():
             leave_kept(part, slot)
+            await_copies(grad)
             buffer.copy_(part.local_like(grad, "gradient"))
         parameter.grad = slot.grad
 
