@@ -23,7 +23,8 @@ peft = pytest.importorskip("peft")
 
 import torch_front  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from sharding import Cut  # noqa: E402
+from sharding import Cut, playing_new_rank  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     checkpoint_wrapper,
 )
@@ -108,6 +109,28 @@ def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
     front.resume(torch.compile(again), steps["wrapped"], progress=False)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_adapters_in_ddp_are_saved_alone(tmp_path: Path) -> None:
+    """They resume with the optimizer's state, in DistributedDataParallel."""
+    with playing_new_rank(0, 1), torch.enable_grad():
+        models = [nn.parallel.DistributedDataParallel(wrapped("lora", seed)) for seed in (1, 2)]
+        optimizers = []
+        for model in models:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizers.append(torch.optim.AdamW(trained))
+        for parameter in optimizers[0].param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizers[0].step()
+        saved = front.save(models[0], tmp_path, step=1, optimizer=optimizers[0])
+        assert (Path(saved.path) / "adapter_config.json").exists()
+        front.resume(models[1], tmp_path, optimizer=optimizers[1], progress=False)
+        expected = models[0].state_dict()
+        for name, tensor in models[1].state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+        one, other = (optimizer.state_dict()["state"] for optimizer in optimizers)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[at]["exp_avg"], other[at]["exp_avg"]) for at in one)
 
 
 @pytest.mark.parametrize("how", CONFIGS)

@@ -178,6 +178,29 @@ def test_a_wrapper_counts_as_the_loaded_module(tmp_path: Path, source: Path) -> 
         front.save(other, tmp_path, step=10)
 
 
+@pytest.mark.parametrize("make", (front.AdamW, torch.optim.AdamW))
+@pytest.mark.parametrize("has_source", (False, True))
+def test_a_model_in_ddp_resumes_with_its_optimizer(
+    tmp_path: Path, source: Path, make: Any, has_source: bool
+) -> None:
+    """With a `source` of the save or without, the files have the names of the module in it."""
+    options = front.SaveOptions(source=source if has_source else None)
+    with playing_new_rank(0, 1), torch.enable_grad():
+        model = nn.parallel.DistributedDataParallel(loaded(source))
+        optimizer = make(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        front.save(model, tmp_path, step=1, optimizer=optimizer, options=options)
+        again = nn.parallel.DistributedDataParallel(Net())
+        resumed = make(again.parameters())
+        front.resume(again, tmp_path, optimizer=resumed, progress=False)
+        assert_same(again.state_dict(), model.state_dict())
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(resumed.state[other]["exp_avg"], optimizer.state[one]["exp_avg"])
+        front.save(again, tmp_path, step=2, optimizer=resumed, options=options)
+
+
 def test_a_wrapper_with_more_tensors_names_the_loaded_module(tmp_path: Path, source: Path) -> None:
     model = loaded(source)
     cases = {

@@ -17,7 +17,7 @@ from modicum.options import MemoryPolicy, SaveOptions, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.origin import Origin, loaded_in, origin_of, remember
+from modicum.torch.loading.origin import Origin, inside_ddp, loaded_in, origin_of, remember
 from modicum.torch.loading.overwritten import require_defined
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
@@ -162,6 +162,7 @@ def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
         in_flight.deliver()
         sigterm.hold()
         ask = arguments.ask(sigterm)
+        model = inside_ddp(model)
         if ask.form.source is None:
             model = loaded_in(model)
         begun = _begun(model, unwrapped(arguments.optimizer), ask, ranks, flight)
