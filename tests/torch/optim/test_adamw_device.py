@@ -284,7 +284,7 @@ def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatc
     of the step; copies of split masters, before the next step changes the masters. Gradients that
     are copied without the staging are waited for in the step."""
     stream = Stream()
-    monkeypatch.setattr(lanes, "_stream_of", lambda device: stream)
+    monkeypatch.setattr(lanes, "stream_of", lambda device: stream)
     pair = Pair(state_format, torch.bfloat16)
     pair.step()
     waited = [event.waits for event in stream.events]

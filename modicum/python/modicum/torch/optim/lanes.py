@@ -10,6 +10,7 @@ import torch
 
 from modicum import _modicum
 from modicum.torch.optim.parts import Part, Slot
+from modicum.torch.shards.tensors import stream_of
 
 SLOTS = 4
 """Staging slots per thread."""
@@ -55,7 +56,7 @@ class Lane:
                 in_place.append(slot.shard)
             else:
                 self._bring_in_pieces(slot, grad)
-        if in_place and (stream := _stream_of(self._device)):
+        if in_place and (stream := stream_of(self._device)):
             stream.synchronize()
         return in_place
 
@@ -71,7 +72,7 @@ class Lane:
         """This state's step, for `_modicum.step_all`; call `stepped` after that."""
         if self._masters is not None:
             return _modicum.StateStep(self._state)
-        stream = _stream_of(self._device)
+        stream = stream_of(self._device)
         sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
         def send(shard: int, at: int, n: int, slot: int) -> None:
@@ -95,7 +96,7 @@ class Lane:
             return
         for shard, master in self._masters.items():
             self._parts[shard].local.copy_(master, non_blocking=True)
-        stream = _stream_of(self._device)
+        stream = stream_of(self._device)
         self._copied = stream.record_event() if stream else None
 
     def settle(self) -> None:
@@ -103,12 +104,3 @@ class Lane:
         if self._copied is not None:
             self._copied.synchronize()
         self._copied = None
-
-
-def _stream_of(device: torch.device) -> Any:
-    """The device's current stream; None for a device without streams, whose copies are
-    synchronous."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return None
-    return torch.accelerator.current_stream(device)

@@ -24,7 +24,7 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.weights import LocalTensor, Writing
 from modicum.torch.shards.placements import Sharding
-from modicum.torch.shards.tensors import as_bytes
+from modicum.torch.shards.tensors import as_bytes, await_streams
 
 _PIECE_BYTES = 8 << 20
 """The largest part of a tensor on a device that a thread copies to the host at a time."""
@@ -41,6 +41,7 @@ def require_equal(writings: Sequence[Writing], ranks: Ranks) -> None:
     replicated = [pair for writing in writings for pair in _replicated(writing, ranks.rank)]
     if not replicated:
         return
+    await_streams(tensor.local for _, tensor in replicated)
     digests: Digests = {}
     with ThreadPoolExecutor(cpus_of_rank(ranks.ranks_per_node)) as threads:
         new_digests = threads.map(digest_of, [tensor.local for _, tensor in replicated])

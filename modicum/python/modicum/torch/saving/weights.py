@@ -22,7 +22,13 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.texts import json_in
 from modicum.torch.shards.placements import Sharding, layout_of
-from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run, destination_of
+from modicum.torch.shards.tensors import (
+    ModelTensor,
+    as_bytes,
+    await_streams,
+    copy_run,
+    destination_of,
+)
 
 Fetch = Callable[[int, int, memoryview], None]
 """Called with a target's index, its first element, and a view to fill with elements."""
@@ -338,9 +344,10 @@ def memory_of(
 
 
 def fetching(tensors: Mapping[int, torch.Tensor]) -> Fetch | None:
-    """The function that copies elements of `tensors` to the staging."""
+    """The function that copies elements of `tensors` to the staging, on any thread."""
     if not tensors:
         return None
+    await_streams(tensors.values())
 
     def fetch(target: int, at: int, view: memoryview) -> None:
         tensor = tensors[target]

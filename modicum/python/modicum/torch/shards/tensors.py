@@ -1,7 +1,8 @@
 """The tensors of a model that a load may fill."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,6 +85,27 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+# ---- streams
+
+
+def stream_of(device: torch.device) -> Any:
+    """The device's current stream; None for a device without streams, whose copies are
+    synchronous."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.accelerator.current_stream(device)
+
+
+def await_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits for what this thread has enqueued on the current streams of the tensors' devices. Call
+    before other threads copy the tensors: their current stream is the default one, which does not
+    wait for a stream that the program has made."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        if stream := stream_of(device):
+            stream.synchronize()
+
+
 # ---- elements in row-major order, of tensors with any strides
 
 
@@ -115,7 +137,8 @@ def copying_into(
     tensors: Mapping[int, torch.Tensor],
 ) -> Callable[[int, int, memoryview], None]:
     """The function that copies elements from the staging to `tensors`, by target: detached, on a
-    device, or with any strides but overlaps."""
+    device, or with any strides but overlaps. Any thread may call it."""
+    await_streams(tensors.values())
 
     def copy(target: int, at: int, elements: memoryview) -> None:
         tensor = tensors[target]
