@@ -11,8 +11,10 @@ state has another dtype.
 """
 
 import copy
+import gc
 import pickle
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
+import modicum  # noqa: E402
 import modicum.torch as front  # noqa: E402
 from modicum.errors import IoError, UsageError  # noqa: E402
 from modicum.torch.dcp import ModicumWriter  # noqa: E402
+from modicum.torch.saving.running import OpenSave  # noqa: E402
 
 
 class Net(nn.Module):
@@ -251,6 +255,37 @@ def test_strided_tensors_are_loaded_and_saved_in_logical_order(
         assert_same(again.state_dict(), model.state_dict())
         for one, other in zip(model.parameters(), again.parameters(), strict=True):
             assert_same(resumed.state[other], optimizer.state[one])
+
+
+def test_a_buffer_that_is_not_row_major_is_copied_when_a_background_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is a buffer on a device. A forward may write to it before the save has read it. The copy
+    is in the promise."""
+    model = nn.Linear(3, 4)
+    model.register_buffer("counts", torch.arange(12.0).view(4, 3).t())
+    model.register_buffer("again", model.counts)
+    expected = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    source, ledger = tmp_path / "source.safetensors", modicum.Ledger()
+    save_file({name: tensor.clone() for name, tensor in expected.items()}, source)
+    is_changed, write = threading.Event(), OpenSave.write
+
+    def write_later(begun: OpenSave, on_begin: Any) -> Any:
+        return write(begun, lambda: (on_begin(), is_changed.wait(60)))
+
+    monkeypatch.setattr(OpenSave, "write", write_later)
+    saving = front.async_save(
+        model, tmp_path, step=1, options=front.SaveOptions(source=source),
+        memory=front.MemoryPolicy(ledger=ledger),
+    )  # fmt: skip
+    assert ledger.held["init"] == 4096
+    model.counts += 1
+    is_changed.set()
+    saved = saving.result()
+    assert_same(load_file(Path(saved.path) / "model.safetensors"), expected)
+    del saving
+    gc.collect()
+    assert ledger.held_bytes == 0
 
 
 def test_other_strides_are_refused_by_name(tmp_path: Path, source: Path) -> None:

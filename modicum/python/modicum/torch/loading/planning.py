@@ -173,7 +173,7 @@ def plan_of(
         goal.callers,
         seed=options.seed,
         structure=model.structure,
-        empty=lambda shape, dtype: _charged(options.ledger, shape, dtype),
+        empty=lambda shape, dtype: charged(options.ledger, shape, dtype),
     )
     refuse_two_values(model, goal)
     places = places_of(model, goal)
@@ -268,11 +268,16 @@ def kept_bytes(before: PlannedLoad | None, rank: int) -> int:
         return 0
     buffers = before.plan.buffers(rank)
     kept: int = sum(b["bytes"] for t, b in enumerate(buffers) if b["holder"] == t)
-    return -(-kept // _PAGE_BYTES) * _PAGE_BYTES
+    return in_pages(kept)
 
 
-def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, charged to the ledger, into which a rule of the model writes."""
+def in_pages(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the host, charged to the ledger, in whole pages, as `init`."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

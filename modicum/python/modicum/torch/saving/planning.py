@@ -10,7 +10,7 @@ import torch
 
 from modicum import _modicum
 from modicum.torch.loading.goal import Goal, Model
-from modicum.torch.loading.planning import MIB, Options, Size, budget_of
+from modicum.torch.loading.planning import MIB, Options, Size, budget_of, in_pages
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups, tensor_state
@@ -172,6 +172,8 @@ def planned_of(ask: SaveRequest, goal: Goal, parts: Parts, ranks: Ranks) -> Plan
         window = WINDOW_BYTES // (ranks.ranks_per_node or ranks.world_size)
         snapshot = written.snapshot(window, ranks.rank)
         held_bytes["snapshot"] = snapshot.bytes
+        copied = model.buffers_to_copy(ranks.rank).values()
+        held_bytes["init"] = sum(in_pages(buffer.nbytes) for buffer in copied)
     own_bytes = model.bytes_of(ranks) + (state.own_bytes if state else 0)
     promised = _promised(ask, goal, held_bytes, ranks)
     if ask.budget is not None:  # which does not lift the limit of the caller's ledger

@@ -52,6 +52,7 @@ class OpenSave:
         snapshot = planned.snapshot
         if snapshot is not None:
             snapshot.charge(ask.ledger)
+            planned.parts.model.copy_buffers(ranks.rank, ask.ledger)
         folders = {Path(name).parent.name for name, _ in planned.parts.texts}
         has_state = planned.parts.state is not None or "optimizer" in folders
         has_extra = ask.extra is not None or ask.per_rank is not None
@@ -76,12 +77,14 @@ class OpenSave:
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """For a save in the background: (name, tensor) for all tensors that only an optimizer of
-        Modicum may write to during the save. Buffers, to which a forward may write, are copied now
-        as long as the snapshot's memory has room, and left out."""
-        assert self.planned.snapshot is not None
+        Modicum may write to during the save. Buffers, to which a forward may write, are left out:
+        those on the host are copied now, as long as the snapshot's memory has room; the others
+        have been copied already."""
+        snapshot = self.planned.snapshot
+        assert snapshot is not None
         for name, tensor, line in self.planned.parts.model.tensors():
-            is_buffer = not isinstance(tensor, nn.Parameter) and line is not None
-            if not is_buffer or not self.planned.snapshot.keep(line):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if is_parameter or (line is not None and not snapshot.keep(line)):
                 yield name, tensor
         if self.planned.parts.state is not None:
             yield from self.planned.parts.state.watched

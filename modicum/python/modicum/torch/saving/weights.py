@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from modicum import _modicum
 from modicum.errors import Error, IoError, failure, refusal
@@ -17,7 +18,7 @@ from modicum.recipes.nodes import Node, caller
 from modicum.recipes.recipe import build_recipe
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
-from modicum.torch.loading.planning import places_of
+from modicum.torch.loading.planning import charged, places_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.texts import json_in
@@ -60,8 +61,29 @@ class Writing:
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
         """The bytes of row-major tensors on the host, by target, and the function that provides
         elements of all other tensors (None: there are none)."""
-        host_bytes, lines = memory_of(self.recipe, self.local_tensors)
-        return host_bytes, fetching(lines)
+        return self._memory[0], fetching(self._memory[1])
+
+    @cached_property
+    def _memory(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        return memory_of(self.recipe, self.local_tensors)
+
+    def buffers_to_copy(self, rank: int) -> dict[int, torch.Tensor]:
+        """The buffers that the rank writes from elsewhere than row-major memory of the host, by
+        target. A forward may write to them during a save in the background."""
+        found = {}
+        for at, local in self._memory[1].items():
+            tensor, shape = self.local_tensors[at], self.recipe.targets[at]["shape"]
+            is_read = _modicum.Shard(tensor.sharding, shape, rank).replicas[0] == rank
+            if is_read and local.numel() > 0 and not isinstance(tensor.tensor, nn.Parameter):
+                found[at] = local
+        return found
+
+    def copy_buffers(self, rank: int, ledger: _modicum.Ledger) -> None:
+        """Copies these buffers to memory of the host, charged to the ledger, from which they are
+        written then."""
+        for at, local in self.buffers_to_copy(rank).items():
+            copy = charged(ledger, local.shape, local.dtype)
+            self._memory[1][at] = copy.copy_(local)
 
     @property
     def part(self) -> _modicum.TensorsToSave:
