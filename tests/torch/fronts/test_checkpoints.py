@@ -25,6 +25,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -51,7 +52,12 @@ from modicum.torch.saving.inside import (  # noqa: E402
     rotate,
     save_inside,
 )
-from modicum.upstream.checkpoints import loses_moments, own_names, save_config  # noqa: E402
+from modicum.upstream.checkpoints import (  # noqa: E402
+    loses_moments,
+    own_names,
+    save_companions,
+    save_config,
+)
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
 
@@ -572,6 +578,18 @@ def test_a_trainer_with_its_own_save_saves_by_itself(
     assert not found & {"COMMIT", "manifest.json"} and first["reports"] == []
     (second, _) = two.ask("trains", resume=True, **how)
     assert first["losses"] | second["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_rank_0_alone_writes_what_goes_with_a_model(tmp_path: Path, rank: int) -> None:
+    """`Trainer._save` of some versions writes on every rank."""
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        is_world_process_zero=lambda: rank == 0,
+        _save=lambda folder, state_dict: Path(folder, "tokenizer.json").touch(),
+    )
+    save_companions(trainer, tmp_path)
+    assert len([*tmp_path.iterdir()]) == (1 if rank == 0 else 0)
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(two: Ranks, tmp_path: Path, model: str) -> None:

@@ -224,8 +224,13 @@ def saves_as_usual(trainer: Any) -> bool:
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Writes config, tokenizer and training arguments, without weights. Of PEFT's own files it
-    writes only the model card of a PeftModel, since PEFT would write the others with weights."""
+    """Writes config, tokenizer and training arguments on rank 0, without weights; not collective.
+    Of PEFT's own files it writes only the model card of a PeftModel, since PEFT would write the
+    others with weights."""
+    # Trainer's `_save` writes on every rank of some versions, and with save_on_each_node on each
+    # node. It communicates only for models that transformers has sharded itself.
+    if not trainer.is_world_process_zero():
+        return
     model = bare(trainer.model)
     with ExitStack() as stack:
         stack.enter_context(_without_bars())
