@@ -9,9 +9,12 @@ buffers that stay uninitialised after `to_empty`; a recipe or renamings that are
 that a save does not know, or that a partial read sets.
 """
 
+import gc
 import os
 import re
 import shutil
+import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch import LoadRules, MemoryPolicy, SaveOptions  # noqa: E402
 from modicum.torch.dcp import ModicumReader, ModicumWriter  # noqa: E402
+from modicum.torch.saving.running import OpenSave  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
@@ -297,6 +301,34 @@ def test_buffers_of_a_saved_checkpoint_are_restored_on_demand(tmp_path: Path) ->
         dcp.load(state, storage_reader=reader, no_dist=True)
     buffer, expected = emptied.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq
     assert state["epoch"] == 7 and torch.equal(buffer, expected)
+
+
+def test_a_writer_keeps_no_tensor_after_its_save(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1000)}
+    memory = weakref.ref(state["w"].untyped_storage())
+    writer = ModicumWriter(tmp_path, step=1)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    del state
+    gc.collect()
+    assert memory() is None and writer.path == str(tmp_path / "step-1")
+
+
+def test_a_writer_waits_for_a_save_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both replace functions of torch, which must be torch's own again after the last of them."""
+    before, write = torch.Tensor.resize_, OpenSave.write
+
+    def write_slowly(begun: OpenSave, on_begin: Any) -> Any:
+        return write(begun, lambda: (on_begin(), time.sleep(1)))
+
+    model = from_pretrained("llama")
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenSave, "write", write_slowly)
+        options = SaveOptions(source=checkpoint_of("llama"))
+        saving = modicum.torch.async_save(model, tmp_path, step=1, options=options)
+    dcp.save(model.state_dict(), storage_writer=ModicumWriter(tmp_path, step=2), no_dist=True)
+    assert saving.result().step == 1 and torch.Tensor.resize_ is before
 
 
 def test_no_more_than_staging_is_held() -> None:

@@ -22,6 +22,7 @@ from modicum.options import MemoryPolicy, SaveOptions, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import origin_of
+from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.planning import (
@@ -122,7 +123,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         }
         self._at = (root_of(run), step)
         self._flight = CheckpointInFlight()
-        self._kept: tuple[PlannedSave, int] | None = None
+        self._kept: tuple[PlannedSave, int] | None = None  # on rank 0, until `finish`
         self.path: str | None = None
         """The directory of the committed checkpoint, on rank 0; else None."""
 
@@ -172,8 +173,10 @@ class ModicumWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's elements. DCP's plan is ignored: its boxes can't describe strided
         shards. On failure every rank raises, and the files are removed."""
+        in_flight.finish()
         try:
             with Ranks.of_world().together() as ranks:
+                in_flight.deliver()
                 parts = with_values_of_all(split(_state_of(planner)), ranks)
                 self._write(parts, ranks)
         except BaseException:
@@ -189,6 +192,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
         try:
             published = publish(*self._kept, self._flight)
         finally:
+            self._kept = None  # it holds the memory of the state dict
             self._flight.end()
         self.path = published["path"]
         for warning in published["warnings"]:
@@ -229,7 +233,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)
-        self._kept = planned, ranks.world_size
+        self._kept = (planned, ranks.world_size) if ranks.rank == 0 else None
 
 
 def _read(parts: SplitStateDict) -> Iterator[tuple[str, Any]]:
