@@ -25,7 +25,13 @@ import modicum.torch  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.errors import BudgetError  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
+from modicum.torch.ranks.group import Ranks  # noqa: E402
 from modicum.torch.saving import planning, weights  # noqa: E402
+from modicum.torch.saving.inside import (  # noqa: E402
+    CheckpointInDirectory,
+    load_state_inside,
+    save_inside,
+)
 
 MIB = 1 << 20
 THREAD_BYTES = (24 + 132) << 10  # a thread's stack, and its heap in malloc
@@ -110,6 +116,39 @@ def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: 
     # Python itself may hold up to 16 MiB more than at the load.
     assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB
     assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
+
+
+def test_a_budget_without_room_for_the_state_refuses_a_resume_in_a_directory(
+    directory: Path, tmp_path: Path
+) -> None:
+    """As of accelerate and Trainer, whose optimizer's state is read after the model. Nothing of it
+    is allocated."""
+    model, _, _ = loaded(directory)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    flight = CheckpointInDirectory(tmp_path / "checkpoint-1")
+    how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
+    with Ranks.of_world().together() as ranks:
+        flight.open(ranks)
+        save_inside(model, flight, optimizer, how, ranks)
+    flight.end()
+    again = torch.optim.AdamW(model.parameters())
+
+    def resume(budget: int | None, ledger: Any = None) -> None:
+        arguments = {"ledger": ledger, "budget": budget, "staging": None}
+        load_state_inside(model, again, tmp_path / "checkpoint-1", arguments)
+
+    for limits in ((1, None), (None, modicum.Ledger(1))):
+        with pytest.raises(BudgetError) as refused:
+            resume(*limits)
+        owners = {owner["purpose"]: owner["bytes"] for owner in refused.value.owners}
+        assert owners["moments"] >= 2 * sum(p.nbytes for p in model.parameters())
+        assert not again.state
+    resume(1 + refused.value.shortfall_bytes + 4 * MIB)
+    for parameter in model.parameters():
+        assert torch.equal(again.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
 @pytest.mark.parametrize("cpus", (1, 3))

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from modicum import _modicum
 from modicum.errors import UsageError, refusal
 from modicum.torch.build.initialiser import Initialiser
-from modicum.torch.loading.goal import Goal, Model
+from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import unbind_changed
 from modicum.torch.optim.parts import Memory
@@ -306,6 +306,27 @@ def budget_of(
         first = rank // per_node * per_node
         totals.append((available + sum(baselines[first : first + per_node]), source))
     return min(totals, key=lambda total: total[0])
+
+
+def require_budget(
+    needed: Mapping[str, int], ledger: _modicum.Ledger, budget: Size | None, ranks: Ranks
+) -> None:
+    """Raises `BudgetError` if memory that is not part of a load does not fit. Collective. `needed`:
+    this rank's, bytes by purpose."""
+    of_ranks, memories = ranks.gather(dict(needed)), ranks.gather(memory_before())
+    baselines = [-(-memory[0] // MIB) * MIB for memory in memories]
+    per_node = ranks.ranks_per_node or ranks.world_size
+    options = Options(
+        ledger, budget, "own-shard", None, "excluded", 0, check=False, progress=False
+    )  # fmt: skip
+    limit, source = budget_of(options, memories, baselines, per_node)
+    recipe = _modicum.make_recipe(_modicum.open_checkpoint(None), '{"targets": {}, "unused": []}')
+    _modicum.make_plan(
+        recipe, layout_of(recipe, [], ranks.world_size), ranks_per_node=per_node,
+        baseline=baselines, budget=limit, budget_source=source, after=of_ranks,
+    )  # fmt: skip
+    if budget is not None:  # which does not lift the limit of the caller's ledger
+        ledger.require_room(needed, "the optimizer's state")
 
 
 # ---- destinations

@@ -24,18 +24,22 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import Error, is_damage, refusal
+from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import arguments_in, outside_inference
 from modicum.torch.loading.origin import keeping_origin, origin_of
+from modicum.torch.loading.planning import require_budget
+from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.planning import SaveRequest
 from modicum.torch.saving.report import ResumeReport, SaveReport
-from modicum.torch.saving.resume import find, load_state, resume_by
+from modicum.torch.saving.resume import find, load_state, resume_by, saved_state
 from modicum.torch.saving.save import save_together
 from modicum.torch.saving.shared import require_same, seen_by_all
+from modicum.torch.saving.tensor_state import needed_by_tensors
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import CheckpointInFlight
 from modicum.upstream.checkpoints import folders_in
@@ -160,12 +164,16 @@ def load_state_inside(
     arguments: Mapping[str, Any],
 ) -> None:
     """Loads the optimizer's state of a checkpoint after `load_inside`. Collective. `arguments`: as
-    of `load_inside`."""
+    of `load_inside`. Raises `BudgetError`, before it allocates, if the state does not fit."""
     require_whole(directory)
-    ledger = arguments["ledger"]
+    ledger, budget = taken(arguments["ledger"], arguments["budget"])
     found = find(directory, optimizer, [], lambda: arguments_in("resume") | {**arguments})
     with outside_inference(model), Ranks.of_world().together() as ranks:
-        load_state(model, optimizer, found, ledger or _modicum.Ledger(), ranks)
+        if not isinstance(optimizer, AdamW):  # which has allocated its state already
+            whole = Model.of(model)
+            needed = needed_by_tensors(optimizer, whole, whole.names, saved_state(found), ranks)
+            require_budget(needed, ledger, budget, ranks)
+        load_state(model, optimizer, found, ledger, ranks)
 
 
 # ---- directories

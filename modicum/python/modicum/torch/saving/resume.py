@@ -270,7 +270,7 @@ def _declared(
     def require(whole: Model, later: LaterParameters) -> None:
         if found.has_options:
             groups.matching(optimizer, found.options, whole.names)
-        saved = _saved_state(found)
+        saved = saved_state(found)
         if not isinstance(optimizer, AdamW):
             require_dtypes(optimizer, whole.names, saved, later.dtypes)
         elif stored := later.needs[0].stored(whole.names):
@@ -285,11 +285,12 @@ def _declared(
         return [optimizer, StateToRead(needed, require)]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        needed = needed_by_tensors(optimizer, whole, whole.names, _saved_state(found), ranks)
+        needed = needed_by_tensors(optimizer, whole, whole.names, saved_state(found), ranks)
     return [StateToRead(needed, require)]
 
 
-def _saved_state(found: FoundCheckpoint) -> SavedState:
+def saved_state(found: FoundCheckpoint) -> SavedState:
+    """The optimizer's state in the checkpoint."""
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     state = _modicum.open_checkpoint(folder)
     return SavedState(state, found.state, found.load_arguments["staging"], found.path)
@@ -370,7 +371,7 @@ def load_state(
     the state with the checkpoint's record. Collective."""
     whole = Model.of(model)
     names = whole.names
-    saved = _saved_state(found)
+    saved = saved_state(found)
     outcome: dict[str, Any] | None
     state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
     if isinstance(optimizer, AdamW):
