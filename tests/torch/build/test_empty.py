@@ -161,6 +161,15 @@ def test_a_model_equals_from_pretrained(family: Family, dtype: Any, place: Path)
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+def test_the_dtype_of_gradients_stays() -> None:
+    with empty_parameters():
+        parameter = nn.Parameter(torch.ones(2, dtype=BF16))
+        parameter.grad_dtype = FP32
+        module = nn.ParameterList([parameter])
+    assert module[0].is_meta and module[0].grad_dtype == FP32
+
+
 @pytest.mark.parametrize("around", [True, False], ids=["around", "within"])
 def test_buffers_have_values_even_with_the_meta_device(around: bool, place: Path) -> None:
     _, expected = from_pretrained("falcon_h1", BF16, place)

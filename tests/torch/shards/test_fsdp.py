@@ -437,6 +437,21 @@ def test_a_parameter_takes_the_dtype_of_its_storage() -> None:
     assert (parameter.dtype, parameter.device.type) == (torch.bfloat16, "cpu")
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+@pytest.mark.parametrize("dtype", (torch.float32, None))
+def test_the_dtype_of_gradients_stays(dtype: Any) -> None:
+    """One that the program has set. Without one the gradient has the storage's dtype."""
+    parameter, plain = (
+        nn.Parameter(torch.empty(3, device="meta", dtype=torch.bfloat16)) for _ in range(2)
+    )
+    parameter.grad_dtype = dtype
+    hand_over("p", parameter, torch.ones(3, dtype=torch.bfloat16))
+    hand_over("q", plain, torch.ones(3))
+    assert parameter.grad_dtype == dtype and plain.grad_dtype == torch.float32
+    parameter.float().sum().backward()
+    assert parameter.grad is not None
+
+
 def test_hooks_stay() -> None:
     """They are still called, and their handles still remove them."""
     calls: list[str] = []

@@ -110,6 +110,12 @@ def carry_hooks(source: Any, target: Any) -> None:
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
+def carry_grad_dtype(source: Any, target: Any) -> None:
+    """Gives `target` the `grad_dtype` that a program has set on `source` (torch 2.10 or newer)."""
+    if (dtype := getattr(source, "grad_dtype", source.dtype)) != source.dtype:
+        target.grad_dtype = dtype
+
+
 # ---- modules
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from modicum.errors import BudgetError, UsageError, refusal
 from modicum.upstream.known import TORCH_TESTED, KnownFacts
-from modicum.upstream.torch_core import carry_hooks, local_of, use_count
+from modicum.upstream.torch_core import carry_grad_dtype, carry_hooks, local_of, use_count
 from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.wrappers import canonical
@@ -232,7 +232,7 @@ def hand_over(
     managed: ManagedParameter | None = None,
 ) -> None:
     """Makes `storage` the memory of `parameter`, which stays the same object in modules and
-    optimizers, with its attributes, hooks and `requires_grad`.
+    optimizers, with its attributes, hooks, `requires_grad` and `grad_dtype`.
 
     Args:
         name: its name in errors.
@@ -260,6 +260,7 @@ def hand_over(
     replacement.__dict__.update(parameter.__dict__)
     replacement.requires_grad_(parameter.requires_grad)
     carry_hooks(parameter, replacement)
+    carry_grad_dtype(parameter, replacement)
     torch.utils.swap_tensors(parameter, replacement)
     if managed:
         managed.fsdp_param._sharded_param_data = storage

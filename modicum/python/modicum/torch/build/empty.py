@@ -26,6 +26,7 @@ from modicum.errors import refusal
 from modicum.recipes.structure import TOKENS_BEFORE
 from modicum.upstream.torch_core import (
     buffers_of,
+    carry_grad_dtype,
     children_of,
     is_persistent,
     parameters_of,
@@ -150,6 +151,7 @@ class _Memory(TorchDispatchMode):
             )
             there.__class__ = type(parameter)  # type: ignore[assignment]
             vars(there).update(vars(parameter))
+            carry_grad_dtype(parameter, there)
             swap_tensors(parameter, there)
         finally:
             self._may_use_meta = False
