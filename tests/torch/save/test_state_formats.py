@@ -18,9 +18,13 @@ pytest.importorskip("transformers")
 import torch_front  # noqa: E402
 from program import failure, run_json  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
+from modicum.errors import UsageError  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
 
@@ -170,3 +174,25 @@ def test_torchs_state_is_not_converted_by_the_program(modicum: Path, tmp_path: P
     error = failure(modicum, 2, *words, "--optimizer", "adamw:fp32-split")
     assert error["category"] == "UNSUPPORTED" and error["got"] == "torch.AdamW"
     assert not (tmp_path / "x").exists()
+
+
+def test_shards_that_divide_a_block_of_moments_are_refused(tmp_path: Path) -> None:
+    """Rows of 8-bit moments have at least 128 elements. The last dim alone, 100, would not show
+    that the shards divide a block of the row of 96 * 100. Nothing is written."""
+    source, whole = tmp_path / "model.safetensors", torch.ones(8, 96, 100).bfloat16()
+    save_file({"weight": whole}, source)
+    with playing_new_rank(0, 2), torch.enable_grad():
+        model = nn.Module()
+        mesh = init_device_mesh("cpu", (2,))
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
+        optimizer = adamw(model, "int8-moments")
+        optimizer.allocate()
+        with pytest.raises(UsageError, match=r"divides blocks .*weight.*got elements 0 to 4800"):
+            front.save(
+                model,
+                tmp_path / "run",
+                step=1,
+                optimizer=optimizer,
+                options=front.SaveOptions(source=source),
+            )
+    assert not (tmp_path / "run").exists()

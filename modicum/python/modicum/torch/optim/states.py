@@ -69,7 +69,7 @@ def require_storable(part: Part, name: str) -> None:
         raise refusal("UNSUPPORTED", what, tensor=name)
     if dtype_of(part, "moment") != torch.int8:
         return
-    row, numel = part.shape[-1], part.parameter.numel()
+    row, numel = _moment_row(part.shape), part.parameter.numel()
     for first, count in part.runs:
         ends = first, first + count
         if any(at != numel and at % row % _SCALE_BLOCK != 0 for at in ends):
@@ -78,6 +78,17 @@ def require_storable(part: Part, name: str) -> None:
             expected = f"shards that end at multiples of {_SCALE_BLOCK} within a row"
             got = f"elements {ends[0]} to {ends[1]}"
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
+
+
+def _moment_row(shape: Sequence[int]) -> int:
+    """The elements of a row of 8-bit moments, of a parameter that has such rows: the same as
+    `moment_row` in modicum/spec/state_format.cc."""
+    row = 1
+    for size in reversed(shape[1:]):
+        row *= size
+        if row >= _SCALE_BLOCK:
+            break
+    return row
 
 
 def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:
