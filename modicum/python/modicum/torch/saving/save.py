@@ -78,7 +78,8 @@ def save(
         UsageError: model, optimizer and arguments do not fit together.
         PreemptedError: after SIGTERM the rest of the save does not fit into `grace`.
         PeerError: another rank failed. Every error is raised on all ranks, and the checkpoint is
-            not visible.
+            not visible. Only if a rank dies while rank 0 publishes, the others may raise this error
+            although it is: `resume` finds it.
     """
     arguments = Arguments(
         run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory, "save"
