@@ -401,8 +401,8 @@ Args:
 
 Raises:
     FormatError: a header or the index is malformed.
-    IntegrityError: a file differs from its record (INTEGRITY); a save into the directory has not
-        ended (UNCOMMITTED).
+    IntegrityError: a file differs from its record (INTEGRITY); a save into the directory is in
+        flight or was interrupted (UNCOMMITTED).
     IoError: a file can't be read.)");
   module.def("make_recipe", recipe, "checkpoint"_a, "text"_a = nb::none(), nb::kw_only(),
              "dtype"_a = nb::none(), "keep_fp32"_a = nb::none(), "untie"_a = false,

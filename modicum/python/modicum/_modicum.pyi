@@ -250,16 +250,19 @@ class NamePattern:
     def finds(self, name: str) -> bool:
         """Whether the expression matches somewhere in `name`."""
 
-def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike | None, *, in_save: bool = False) -> Checkpoint:
     """
     Opens a checkpoint: reads and validates headers, index and config.
 
     Args:
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache; None: a
             checkpoint without tensors.
+        in_save: a save, which may itself be in flight in the directory, opens it.
 
     Raises:
         FormatError: a header or the index is malformed.
+        IntegrityError: a file differs from its record (INTEGRITY); a save into the directory is in
+            flight or was interrupted (UNCOMMITTED).
         IoError: a file can't be read.
     """
 
