@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "modicum/checkpoint/parts.h"
+#include "modicum/checkpoint/record_text.h"
 #include "modicum/checkpoint/run_files.h"
 
 namespace modicum {

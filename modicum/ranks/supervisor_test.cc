@@ -332,6 +332,7 @@ TEST_F(SupervisedRun, ARankInABarrierHasNotStalled) {
 TEST_F(SupervisedRun, ASignalToTheLauncherEndsTheRun) {
   for (const auto& [signal, category] :
        {std::pair{SIGTERM, Category::preempted}, {SIGINT, Category::cancelled}}) {
+    ::signal(signal, SIG_DFL);  // a shell ignores SIGINT for a background process
     struct sigaction before {};
     sigaction(signal, nullptr, &before);
     const pid_t launcher = getpid();
@@ -344,6 +345,19 @@ TEST_F(SupervisedRun, ASignalToTheLauncherEndsTheRun) {
     struct sigaction after {};
     sigaction(signal, nullptr, &after);
     EXPECT_EQ(after.sa_handler, before.sa_handler) << "the previous handler is restored";
+  }
+}
+
+TEST_F(SupervisedRun, AnIgnoredSignalStaysIgnored) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    ::signal(signal, SIG_IGN);
+    const pid_t launcher = getpid();
+    const auto failure = failure_of(2, [=](SharedBoard& board, int rank) {
+      if (rank == 1) kill(launcher, signal);
+      board.barrier(rank);
+    });
+    EXPECT_EQ(::signal(signal, SIG_DFL), SIG_IGN);
+    EXPECT_FALSE(failure.has_value()) << failure->what();
   }
 }
 
@@ -413,6 +427,7 @@ TEST_F(InGrace, ALaterSigtermEndsTheRun) {
 }
 
 TEST_F(InGrace, SigintEndsTheRun) {
+  ::signal(SIGINT, SIG_DFL);  // a shell ignores it for a background process
   const pid_t launcher = getpid();
   const auto failure = failure_of(
       1,

@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -310,6 +311,8 @@ def test_refusals_leave_no_files(modicum: Path, moe: Path, tmp_path: Path) -> No
     before = {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
     assert failure(modicum, 20, *words)["category"] == "CONFLICT"
     assert before == {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
+    resumed = failure(modicum, 2, "resume", root, "--destination", "discard")
+    assert resumed["category"] == "UNSUPPORTED"
     (root / "step-2").symlink_to("nowhere")
     assert failure(modicum, 20, "save", moe, root, "--step", 2)["category"] == "CONFLICT"
 
@@ -334,6 +337,26 @@ def test_promise_covers_the_save(
     error = failure(modicum, 15, *words, "--step", 3, "--budget", needed - 1, *staging)
     assert error["shortfall_bytes"] == 1
     assert not (tmp_path / "root/step-3").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_promise_covers_the_texts_of_many_tensors(
+    modicum: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Headers, the sums that ranks hand over, and the record, which the launcher writes alone."""
+    offsets = {f"model.layers.{i // 300}.experts.{i % 300}.weight": 32 * i for i in range(30_000)}
+    header = json.dumps(
+        {
+            name: {"dtype": "BF16", "shape": [4, 4], "data_offsets": [at, at + 32]}
+            for name, at in offsets.items()
+        }
+    ).encode()
+    values = bytes(32 * len(offsets))
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + values)
+    words = ("save", tmp_path, tmp_path / "root", "--step", 1, "--optimizer", "adamw:fp32")
+    saved = run_json(modicum, *words, "--ranks", ranks)
+    for held in (*saved["nodes"], *saved["ranks"]):
+        assert held["kernel_peak_bytes"] <= held["promised_bytes"], held
 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "rank0-broadcast", "full-per-rank"])
@@ -489,6 +512,27 @@ def test_a_damaged_value_is_named_with_its_checkpoint(
     error = done.json["error"]
     assert error["file"] == "step-2/optimizer/model.safetensors"
     assert (error["category"], error["code"]) == ("INTEGRITY", 12) and error["tensor"]
+
+
+def test_verify_names_a_checkpoint_with_another_number(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
+    run_json(modicum, "save", moe, tmp_path, "--step", 1)
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
+    error = failure(modicum, 12, "verify", tmp_path)
+    assert error["file"] == "step-2/manifest.json"
+    assert (error["expected"], error["got"]) == ("step-2", "step 1")
+
+
+def test_a_plain_checkpoint_may_be_called_as_a_saved_one(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(moe, tmp_path / "step-9")
+    words = ("--step", 1, "--optimizer", "adamw:fp32")
+    run_json(modicum, "save", tmp_path / "step-9", tmp_path / "root", *words)
+    (tmp_path / "step-9/manifest.json").write_text("{}")
+    refused = failure(modicum, 19, "save", tmp_path / "step-9", tmp_path / "other", *words)
+    assert refused["category"] == "UNCOMMITTED"
 
 
 def test_a_save_of_a_checkpoint_with_state_warns(modicum: Path, moe: Path, tmp_path: Path) -> None:
