@@ -7,14 +7,15 @@ export PYTHONUTF8 := 1
 .PHONY: help demo build test check tidy tidy-all bench soak conformance conformance-wheels format \
   wheel wheels release mutants generated-mutants clean
 
-STAGES := asan plain tsan skips python lint
+STAGES := asan plain skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
 	@echo 'make demo     loads a synthesised model into 4 ranks; prints predicted and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
 	@echo 'make test     the tests, without those of soak; make test-STAGE runs one of:'
-	@echo '              $(STAGES); make test-dev the C++ tests in build/dev'
+	@echo '              $(STAGES); make test-tsan those of threads with'
+	@echo '              ThreadSanitizer (.ci/run does), make test-dev the C++ tests in build/dev'
 	@echo 'make check    checks format, the table of rooms, sizes and pages, and runs clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
 	@echo 'make soak     hours: what make test leaves out; PART=NAME runs one part'
