@@ -137,8 +137,8 @@ void OwnerFile::remove() {
   if (pid_ != ::getpid()) return;
   const bool is_removed = is_ours();
   end_renewal();
-  file_.reset();  // on NFS an open file would stay, under another name
-  if (is_removed) files_.remove(path_);
+  if (is_removed) files_.remove(path_);  // while it is locked: after that it may be another owner's
+  file_.reset();                         // an open file stays on NFS, under another name
 }
 
 std::unique_ptr<OwnerFile> own_checkpoint(FileSystem& files, const CheckpointInFlight& in_flight) {

@@ -16,19 +16,46 @@ bool is_committed(FileSystem& files, const std::string& directory) {
   return !directory.empty() && files.exists(join_path(directory, "COMMIT"));
 }
 
+// As has_record, but another program's manifest.json may be unreadable.
+bool has_readable_record(FileSystem& files, const std::string& directory) {
+  try {
+    return has_record(files, directory);
+  } catch (const Error& error) {
+    if (error.category() != Category::io) throw;
+    return false;
+  }
+}
+
+// Whether files may have left the directory of a save, for the directory around it: it has a record
+// but not all recorded files, or nothing, as after a failed save. (A ROOT has such directories,
+// too, but they are renamed as a whole.)
+bool may_have_moved(FileSystem& files, const std::string& partial) {
+  if (!files.is_directory(partial)) return false;
+  if (files.list(partial).empty()) return true;
+  if (!has_readable_record(files, partial)) return false;
+  const CheckpointRecord record = parse_record(text_of(files, partial, kManifest));
+  return std::any_of(record.files.begin(), record.files.end(), [&](const CheckpointFile& file) {
+    return !files.exists(join_path(partial, file.name));
+  });
+}
+
 // Throws UNCOMMITTED for the files of a save that has not ended: those in its directory, and those
-// of a directory without a record into which it renames them.
+// of a directory without a record into which it may have moved some.
 void refuse_in_flight(FileSystem& files, const std::string& directory) {
-  const auto is_partial = [](const std::string& name) { return name.starts_with(kPartialPrefix); };
   std::string partial = base_name(directory);
-  if (!is_partial(partial)) {
+  if (!partial.starts_with(kPartialPrefix)) {
     const std::vector<std::string> names = files.list(directory);
-    const auto found = std::find_if(names.begin(), names.end(), is_partial);
+    const auto found = std::find_if(names.begin(), names.end(), [&](const std::string& name) {
+      return name.starts_with(kPartialPrefix) && may_have_moved(files, join_path(directory, name));
+    });
     if (found == names.end()) return;
     partial = *found;
   }
-  fail(Category::uncommitted, "a save into this directory has not ended, or was interrupted",
-       {.file = directory, .got = partial});
+  fail(Category::uncommitted, "a save into this directory is in flight or was interrupted",
+       {.file = directory,
+        .expected = fmt::format("no {}; remove it if no save runs and the files are another "
+                                "program's",
+                                partial)});
 }
 
 // Whether the file is data of the saving program. It may be large, one for each rank, and no
@@ -74,7 +101,9 @@ RecordComparison::RecordComparison(FileSystem& files, const std::string& path, b
     directory = parent_path(directory);
   }
   std::string root = directory;
-  const auto is_recorded = [&] { return is_committed(files, root) || has_record(files, root); };
+  const auto is_recorded = [&] {
+    return is_committed(files, root) || has_readable_record(files, root);
+  };
   if (!is_recorded() && base_name(directory) == kStateDirectory) {
     root = parent_path(directory);
     prefix_ = kStateFolder;
@@ -97,7 +126,16 @@ void RecordComparison::compare_uncommitted(FileSystem& files, const std::string&
   record_ = parse_record(text_of(files, root, kManifest));
   for (const CheckpointFile& file : record_.files) {
     const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
-    if (has_tensors && files.exists(join_path(root, file.name))) check_digest(files, root, file);
+    if (!has_tensors || !files.exists(join_path(root, file.name))) continue;
+    try {
+      check_digest(files, root, file);
+    } catch (const Error& error) {
+      if (error.category() != Category::integrity) throw;
+      fail(
+          Category::integrity,
+          error.what_happened() + "; if another program has written it since, remove manifest.json",
+          error.facts());
+    }
   }
 }
 

@@ -110,15 +110,24 @@ TEST(RecordComparison, RefusesTheFilesOfASaveInFlight) {
   MemoryFileSystem files;
   files.make_directory("/root");
   const CheckpointInFlight inside = begin_checkpoint_in(files, "/root/outer", 3, {"host", 1, 2});
-  for (const std::string& directory : {std::string("/root/outer"), inside.directory}) {
+  const auto put_weights = [&](const std::string& directory) {
     put(files, join_path(directory, "model.safetensors"),
         safetensors_header(std::vector<TensorSpec>{{"w", Role::param, DType::bf16, {0}}}, "m"));
-    const auto error = opening(files, directory);
-    ASSERT_TRUE(error) << directory;
-    EXPECT_EQ(error->category(), Category::uncommitted);
-    EXPECT_EQ(error->facts().got, base_name(inside.directory));
-    open_checkpoint(files, directory, Record::in_save);
-  }
+  };
+  put_weights("/root/outer");  // another program's
+  put_weights(inside.directory);
+  EXPECT_FALSE(opening(files, "/root/outer")) << "no file has been moved";
+  EXPECT_EQ(opening(files, inside.directory)->category(), Category::uncommitted);
+  CheckpointRecord record{.step = 3, .uuid = inside.uuid, .world_size = 1, .tool = "modicum"};
+  record.files.push_back({"model.safetensors", 1, 1, {}});
+  put(files, join_path(inside.directory, "manifest.json"), record_json(record));
+  EXPECT_FALSE(opening(files, "/root/outer"));
+  files.rename(join_path(inside.directory, "model.safetensors"), "/root/outer/model.safetensors");
+  const auto error = opening(files, "/root/outer");
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::uncommitted);
+  EXPECT_EQ(error->facts().expected.find("no " + base_name(inside.directory)), 0U);
+  open_checkpoint(files, "/root/outer", Record::in_save);
   files.remove_tree(inside.directory);
   EXPECT_FALSE(opening(files, "/root/outer"));
 }

@@ -139,15 +139,12 @@ class LeftOver {
   OwnerCheck owners_;
 };
 
-}  // namespace
-
-namespace {
-
 // Whether remove_by_trash has given this name: a user may call something else .trash-step-1.
 bool is_trash(std::string_view name) {
   if (!name.starts_with(kTrashPrefix)) return false;
   name.remove_prefix(kTrashPrefix.size());
-  return name.size() == make_uuid().size() &&
+  constexpr size_t kUuidDigits = 32;
+  return name.size() == kUuidDigits &&
          name.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
 

@@ -134,8 +134,8 @@ void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common) {
                "load both copies of a tied tensor that is stored under two names; default: load "
                "one, and fail if they differ");
   app.add_option("--destination", flags.destination,
-                 "cpu (default): keep the shards in host memory; discard: drop loaded bytes, as a "
-                 "load to a device does after the copy")
+                 "cpu (default): keep the shards in host memory; discard (plan, load): drop "
+                 "loaded bytes, as a load to a device does after the copy")
       ->type_name("cpu|discard");
   app.add_option("--baseline", flags.baseline,
                  "memory of a rank process before it uses Modicum; default 2 MiB; with torch it is "

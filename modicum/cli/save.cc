@@ -70,8 +70,11 @@ bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
   const std::string& directory = flags.run.directory;
   if (!is_run_checkpoint(at.files, directory)) return false;
   const auto has = [&](const char* name) { return at.files.exists(join_path(directory, name)); };
-  // A converted checkpoint may also be called step-N.
-  if (step_of(base_name(directory)) && !has("COMMIT") && !has("manifest.json")) return false;
+  // A converted checkpoint, which has no state, may also be called step-N.
+  if (step_of(base_name(directory)) && !has("COMMIT") && !has("manifest.json") &&
+      !has(kStateDirectory)) {
+    return false;
+  }
   if (flags.run.optimizer == "none") {
     return at.files.is_directory(join_path(directory, kStateDirectory));
   }

@@ -67,17 +67,20 @@ void add_listed(VerifyReport& report, FileSystem& files, const std::string& root
   const std::string path = join_path(root, name);
   VerifyReport listed;
   add_run_checkpoint(listed, files, path, name + "/");
+  if (!listed.fault) {
+    try {
+      const int64_t step = open_run_checkpoint(files, path).step;
+      if (step != step_of(name)) {
+        fail(Category::integrity, "the directory has the record of another checkpoint",
+             {.file = "manifest.json", .expected = name, .got = fmt::format("step {}", step)});
+      }
+    } catch (const Error& error) {
+      add_fault(listed, name + "/" + error.facts().file, 0, error);
+    }
+  }
   if (listed.fault && !files.entry(path)) {
     report.warnings.push_back(fmt::format("{} was removed while it was read", name));
     return;
-  }
-  if (!listed.fault) {
-    const int64_t step = open_run_checkpoint(files, path).step;
-    if (step != step_of(name)) {
-      add_fault(listed, name + "/manifest.json", 0,
-                Error(Category::integrity, "the directory has the record of another checkpoint",
-                      {.expected = name, .got = fmt::format("step {}", step)}));
-    }
   }
   report.tensors_checked += listed.tensors_checked;
   report.files.insert(report.files.end(), listed.files.begin(), listed.files.end());

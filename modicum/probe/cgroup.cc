@@ -297,9 +297,17 @@ std::optional<MemoryCharges> memory_charges(const MemoryCgroup& group) {
                        .page_cache_bytes = count("inactive_file") + count("active_file")};
 }
 
-uint64_t oom_kills_in(const MemoryCgroup& group) {
+namespace {
+
+std::string kill_counter_of(const MemoryCgroup& group) {
   const char* const file = group.version == 1 ? "memory.oom_control" : "memory.events";
-  const auto text = read_kernel_text(fmt::format("{}/{}", group.directory, file));
+  return fmt::format("{}/{}", group.directory, file);
+}
+
+}  // namespace
+
+uint64_t oom_kills_in(const MemoryCgroup& group) {
+  const auto text = read_kernel_text(kill_counter_of(group));
   return text ? kernel_number_after(*text, "oom_kill").value_or(0) : 0;
 }
 
@@ -312,9 +320,16 @@ std::vector<MemoryCgroup> memory_cgroups(const std::string& root) {
   return levels;
 }
 
+std::optional<MemoryCgroup> counting_group(std::span<const MemoryCgroup> chain) {
+  for (const MemoryCgroup& group : chain) {
+    if (read_kernel_text(kill_counter_of(group))) return group;
+  }
+  return std::nullopt;
+}
+
 uint64_t oom_kills_in_group(const std::string& root) {
-  const std::vector<MemoryCgroup> chain = memory_cgroups(root);
-  return chain.empty() ? 0 : oom_kills_in(chain.front());
+  const auto group = counting_group(memory_cgroups(root));
+  return group ? oom_kills_in(*group) : 0;
 }
 
 uint64_t oom_kill_count(const std::string& root, int pid) {

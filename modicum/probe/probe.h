@@ -272,8 +272,10 @@ int granted_cpus(const std::string& root = "");
 // One kill may count at several levels, and upper levels include the kills in other cgroups: only
 // whether the sum has grown is meaningful.
 uint64_t oom_kill_count(const std::string& root = "", int pid = 0);
-// OOM kills so far in this process's memory cgroup, in v2 also in those below it. Unlike above,
-// kills of other jobs in an ancestor do not count. 0 without such a cgroup.
+// The innermost cgroup of `chain`, from memory_cgroups, that counts OOM kills: one to which v2's
+// memory controller is not delegated does not. Its ancestors also count those of other jobs.
+std::optional<MemoryCgroup> counting_group(std::span<const MemoryCgroup> chain);
+// OOM kills so far in the counting_group of this process, in v2 also in those below it. 0 without.
 uint64_t oom_kills_in_group(const std::string& root = "");
 
 }  // namespace modicum

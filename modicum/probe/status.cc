@@ -105,7 +105,9 @@ std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
 bool is_descendant(int pid, int ancestor, const std::string& root) {
   for (int at = pid; at > 1;) {
     const auto status = read_status(at, root);
-    if (!status || !status->is_alive) return at != pid;  // its parent ends: it gets another one
+    // Its parent has ended, so it gets another one. One that is hidden lives, and is another
+    // user's.
+    if (!status || !status->is_alive) return at != pid && !process_exists(at);
     if (status->parent == ancestor) return true;
     at = status->parent;
   }

@@ -285,5 +285,6 @@ NB_MODULE(_modicum, module) {
   front::define_save(module);
   front::define_probe(module);
   front::define_main_thread(module);
+  front::define_worker_signals(module);
   front::define_reporting(module);
 }

@@ -115,6 +115,7 @@ void define_optim(nb::module_& module);
 void define_save(nb::module_& module);
 void define_probe(nb::module_& module);
 void define_main_thread(nb::module_& module);
+void define_worker_signals(nb::module_& module);
 void define_reporting(nb::module_& module);
 
 }  // namespace modicum::python

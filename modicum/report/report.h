@@ -223,8 +223,8 @@ struct PhaseReport {
 
 // The measured memory of the launcher.
 struct LauncherMemory {
-  uint64_t with_ranks = 0;  // when the ranks had finished; shared pages count in part
-  uint64_t alone = 0;       // its highest before the ranks began or after they ended
+  uint64_t with_ranks = 0;  // when rank 0 had finished; pages shared with ranks count in part
+  uint64_t alone = 0;       // its highest at any time
 };
 
 struct LoadReport {

@@ -231,10 +231,13 @@ std::vector<uint32_t>::const_iterator StateFiles::find(const std::string& name) 
   return found != by_name_.end() && name_of(*found) == name ? found : by_name_.end();
 }
 
+uint64_t StateFiles::held_bytes() const {
+  return manifest_.held_bytes() + heap_block_bytes(by_name_.size() * sizeof(uint32_t));
+}
+
 Footprint StateFiles::footprint() const {
   Footprint result;
-  result[Purpose::header] = manifest_.held_bytes() + text_bytes(manifest_);
-  result[Purpose::header] += heap_block_bytes(by_name_.size() * sizeof(uint32_t));
+  result[Purpose::header] = held_bytes() + text_bytes(manifest_);
   result[Purpose::plan] = ChunkSums::held_bytes(manifest_);
   return result;
 }

@@ -105,7 +105,8 @@ class StateFiles {
   bool is_converted(std::span<const StateOf> parameters) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
-  // The host memory on each rank for this object and for the sums of a save.
+  uint64_t held_bytes() const;  // the host memory of this object
+  // That of a save on each rank: of this object, the sums and the texts.
   Footprint footprint() const;
   // Calls `fn` for the spans of `shards`, whose state has the form of these files, in the order of
   // the files.

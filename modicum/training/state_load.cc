@@ -238,7 +238,7 @@ class StateReader {
 Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
                               std::span<const StateOf> parameters) {
   Footprint result;
-  result[Purpose::header] = files.footprint()[Purpose::header] + saved.held_bytes();
+  result[Purpose::header] = files.held_bytes() + saved.held_bytes();
   if (files.is_converted(parameters)) result[Purpose::staging] = kConvertedStateBytes;
   return result;
 }

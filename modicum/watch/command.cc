@@ -79,7 +79,7 @@ class Watcher {
     if (task.limit_bytes) cage_.emplace(files, *task.limit_bytes);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     groups_ = cage_ ? std::vector{cage_->group()} : memory_cgroups();
-    deaths_.emplace(groups_.empty() ? std::nullopt : std::optional(groups_.front()));
+    deaths_.emplace(counting_group(groups_));
     pressure_before_ = memory_pressure(groups_);
     begin_ns_ = clock_.now_ns();
     const Start start{
@@ -183,13 +183,16 @@ class Watcher {
     for (OomKill& kill : log_.next()) logged_.push_back(std::move(kill));
   }
 
-  // Whether the kernel has counted a kill. It logs a kill after it has counted it: kills that it
-  // logged before, without a new count, were in another cgroup.
+  // Whether the kernel has counted a kill, or logged one of a watched process. It logs a kill after
+  // it has counted it: others that it logged before, without a new count, were in another cgroup.
   bool has_new_kill() {
     read_log();
     if (deaths_->has_new_kill()) return true;
-    logged_.clear();
-    return false;
+    const bool is_ours = std::any_of(logged_.begin(), logged_.end(), [&](const OomKill& kill) {
+      return sampler_->find(kill.pid) != nullptr;  // the command may have made a cgroup next to ours
+    });
+    if (!is_ours) logged_.clear();
+    return is_ours;
   }
 
   // Returns the kill of a watched process that the kernel has logged, if any. Waits up to 20 ms for

@@ -89,13 +89,20 @@ TEST(ForwardedSignals, OfAWatchedProcessAreNotSentBack) {
   kill(getpid(), SIGTERM);
   EXPECT_EQ(command.next(50), "");
   forwarded.set_watched({1});
+  int sent[2];
+  ASSERT_EQ(pipe(sent), 0);
   const pid_t unknown = fork();  // has begun since the last sample
   if (unknown == 0) {
     kill(getppid(), SIGTERM);
+    static_cast<void>(write(sent[1], "s", 1));
     pause();
     _exit(0);
   }
+  char byte = 0;
+  EXPECT_EQ(read(sent[0], &byte, 1), 1);
   EXPECT_EQ(command.next(50), "");
+  close(sent[0]);
+  close(sent[1]);
   kill(unknown, SIGKILL);
   waitpid(unknown, nullptr, 0);
   kill(getpid(), SIGUSR1);

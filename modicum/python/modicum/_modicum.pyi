@@ -1054,6 +1054,11 @@ class MainThreadPause:
     def end(self) -> None:
         """Lets the main thread go on."""
 
+def heed_sigterm_of_parent() -> None:
+    """
+    From now on this process ignores SIGTERM, unless its parent sends it or has ended.
+    """
+
 class ReportedPhase:
     """
     A phase of this process, shown by the `modicum watch` that runs it.

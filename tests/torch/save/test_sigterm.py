@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -342,20 +343,72 @@ def test_a_save_in_flight_at_the_end_of_the_context_is_committed(
     assert f"modicum: SIGTERM: saved {saved} at step 5, exiting 143\n" in two.logs()
 
 
-@pytest.mark.soak
-def test_a_sigterm_to_the_workers_of_a_loader_ends_the_training() -> None:
-    program = (
-        "import subprocess, time, modicum.torch\n"
-        "from torch.utils.data import DataLoader\n"
-        "batches = iter(DataLoader([*range(40)], num_workers=1))\n"
+LOADER = """
+import os, signal, subprocess, sys, time, modicum.torch
+from torch.utils.data import DataLoader
+def batches():
+    return iter(DataLoader([*range(40)], num_workers=1))
+def signal_all():  # as Slurm signals all processes of a job step
+    for pid in (workers[0].pid, os.getpid()):
+        subprocess.run(["kill", "-TERM", str(pid)])
+    time.sleep(0.3)
+"""
+
+
+def test_a_sigterm_to_the_workers_of_a_loader_does_not_end_the_training() -> None:
+    """They end with their parent's SIGTERM, and by that of anyone once their parent has ended."""
+    program = LOADER + (
         "with modicum.torch.save_on_sigterm(lambda: print('saved')) as preemption:\n"
-        "    for _ in batches:\n"
-        "        subprocess.run(['kill', '-TERM', str(batches._workers[0].pid)])\n"
-        "        time.sleep(0.5)\n"
+        "    loader, other = batches(), batches()\n"
+        "    workers = other._workers\n"
+        "    workers[0].terminate()\n"
+        "    workers[0].join(10)\n"
+        "    print(workers[0].exitcode, flush=True)\n"
+        "    workers = loader._workers\n"
+        "    for _ in loader:\n"
+        "        signal_all()\n"
+        "        assert workers[0].is_alive()\n"
+        "        print(next(loader).tolist(), flush=True)\n"
         "        preemption.after_step()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (1, ""), ended.stderr
+    assert (ended.returncode, ended.stdout) == (143, "0\n[1]\nsaved\n"), ended.stderr
+
+
+def test_a_worker_of_a_parent_that_was_killed_ends_by_sigterm() -> None:
+    program = LOADER + (
+        "with modicum.torch.save_on_sigterm(lambda: None):\n"
+        "    loader = batches()\n"
+        "    next(loader)\n"
+        "    print(loader._workers[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.wait()
+    status = Path(f"/proc/{worker}/status")
+    with suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGTERM)
+    deadline = time.monotonic() + 2  # before the worker itself asks for its parent
+    while status.exists() and "\nState:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.soak
+def test_a_sigterm_to_earlier_workers_of_a_loader_ends_the_training() -> None:
+    program = LOADER + (
+        "loader = batches()\n"
+        "workers = loader._workers\n"
+        "with modicum.torch.save_on_sigterm(lambda: print('saved')) as preemption:\n"
+        "    for _ in loader:\n"
+        "        signal_all()\n"
+        "        preemption.after_step()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout == "" and ended.returncode in (1, -signal.SIGTERM), ended.stderr
     assert "is killed by signal: Terminated" in ended.stderr
 
 

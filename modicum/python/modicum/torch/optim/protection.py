@@ -134,7 +134,7 @@ def protect(*sources: Any) -> Protection:
     Args:
         sources: DeepSpeed's engine (ZeRO with `offload_optimizer`, tested with 0.19.8; if it lacks
             a private attribute, the error names it), a torch optimizer (its state and gradients),
-            tensors, or a mapping of names to tensors. Modicum's AdamW is ignored: it has `fork=`.
+            tensors, or a mapping of names to tensors. Modicum's AdamW is ignored (`MemoryPolicy`).
 
     Returns:
         The protected tensors and bytes. Only complete pages can be protected: parts of up to two

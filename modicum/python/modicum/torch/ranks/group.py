@@ -482,7 +482,7 @@ def _remedy(name: str, expected: str, got: str) -> str:
         return ""
     if "none" in (expected, got):
         return (
-            ": models that differ by rank are read by modicum.torch.dcp.HuggingFaceReader, and "
+            ": models that differ by rank are read by modicum.torch.dcp.ModicumReader, and "
             "saved by torch.distributed.checkpoint"
         )
     if (" on meta" in expected) != (" on meta" in got):

@@ -4,7 +4,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ from modicum.torch.optim import in_flight
 from modicum.torch.saving import running
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.sigterm import SigtermHandler, is_held
+from modicum.upstream.torch_data import keep_workers_at_sigterm
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -34,6 +35,15 @@ class SigtermRequest(SigtermHandler):
         self._every, self._steps = every, 0
         self._saved_before: SaveReport | None = running.newest()
         self.on_arrival = self._end_process_at_the_second
+        self._patches = ExitStack()
+
+    def install(self, argument: str, *, inside: bool = False) -> None:
+        super().install(argument, inside=inside)
+        keep_workers_at_sigterm(self._patches)
+
+    def end(self) -> None:
+        self._patches.close()
+        super().end()
 
     def is_agreed(self) -> bool:
         """Counts a step; returns whether any rank has got SIGTERM. Collective at every `every`-th
@@ -106,7 +116,8 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
                 train(batch)
                 preemption.after_step()
 
-    SIGTERM is only noted in the context. After the next step all ranks agree, save and exit,
+    SIGTERM is only noted in the context, and ignored by forked workers of data loaders that start
+    in it: Slurm signals them, too. After the next step all ranks agree, save and exit,
     whichever of them have got it, and whether at the same time or not. A second SIGTERM, more than
     a second later, ends the process at once, as one does outside the context; so does the kill if a
     step and the save take longer than the scheduler's grace: the previous checkpoint stays. At its
