@@ -185,6 +185,8 @@ class SafetensorsWriter {
                     const std::map<std::string, std::string>& metadata = {});
   // Writes `bytes` at byte `offset` of tensor `index`. Calls may come in any order.
   void write(size_t index, uint64_t offset, std::span<const std::byte> bytes);
+  // Waits until the bytes written so far are on disk, so that `finish` need not wait for all.
+  void sync();
   // Sets the file's length (bytes never written read as zero), syncs and closes.
   void finish();
 

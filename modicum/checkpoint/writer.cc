@@ -91,6 +91,8 @@ void SafetensorsWriter::write(size_t index, uint64_t offset, std::span<const std
   file_->write(bytes, header_bytes_ + begins_[index] + offset);
 }
 
+void SafetensorsWriter::sync() { file_->sync(); }
+
 void SafetensorsWriter::finish() {
   file_->truncate(header_bytes_ + begins_.back());
   file_->sync();

@@ -113,6 +113,14 @@ bool casts(const Plan& plan) {
   return false;
 }
 
+// The least part of a Gather, of two halves: each has a list of 16 bytes or more per rank, and a
+// slot of a page.
+uint64_t least_gather_part(const Plan& plan) {
+  constexpr uint64_t kHeadBytes = 256, kListBytes = 16;
+  const auto ranks = static_cast<uint64_t>(ranks_per_node(plan));
+  return round_up(kHeadBytes + 2 * (kListBytes * ranks + kPageBytes), kPageBytes);
+}
+
 Staging divide_staging(const Plan& plan) {
   const PlanOptions& options = plan.options;
   const Strategy& strategy = plan.strategy();
@@ -131,6 +139,7 @@ Staging divide_staging(const Plan& plan) {
   }
   if (options.gathers && gathers(plan)) {  // a quarter of the rest; the slots get the other three
     staging.gather_part_bytes = left / 4 / kPageBytes * kPageBytes;
+    if (staging.gather_part_bytes < least_gather_part(plan)) staging.gather_part_bytes = 0;
     left -= staging.gather_part_bytes;
   }
   staging.total_bytes = staging.ring_part_bytes + staging.gather_part_bytes;

@@ -45,8 +45,9 @@ SharedGather::SharedGather(int ranks, uint64_t part_bytes, SharedPages pages)
   const uint64_t half = (part_bytes - sizeof(Head)) / 2;
   const uint64_t row = saturating_mul(sizeof(Row), static_cast<uint64_t>(ranks));
   rows_ = std::clamp(half / 8 / row, uint64_t{1}, kMaxRows);  // lists take about 1/8 of a half
-  MODICUM_ASSERT(rows_ * row + kPageBytes <= half);
-  slot_bytes_ = (half - rows_ * row) / kPageBytes * kPageBytes;
+  MODICUM_ASSERT(rows_ * row + kPageBytes <= half);           // the plan has no smaller part
+  // A Row has 32 bits for a place in a slot.
+  slot_bytes_ = std::min<uint64_t>(half - rows_ * row, UINT32_MAX) / kPageBytes * kPageBytes;
 }
 
 std::optional<SharedGather> SharedGather::open(const std::string& address, int ranks,

@@ -79,12 +79,13 @@ void become_rank(int rank, pid_t parent, bool is_oversubscribed, OnTerm on_term)
   prctl(PR_SET_NAME, fmt::format("modicum-rank-{}", rank).c_str());
   // A terminal's Ctrl-C reaches the whole process group; only the launcher handles it.
   signal(SIGINT, SIG_IGN);
-  signal(SIGTERM, on_term == OnTerm::ignore ? SIG_IGN : SIG_DFL);
+  const auto inherited = signal(SIGTERM, SIG_IGN);  // the launcher's handler, unless it is ignored
+  if (on_term == OnTerm::die && inherited != SIG_IGN) signal(SIGTERM, SIG_DFL);
   // If memory runs out, the kernel should kill a rank, so that the launcher can report it.
   constexpr int kOomScore = 500;
   const std::string path = "/proc/self/oom_score_adj";
-  const std::string inherited = read_kernel_text(path).value_or("");
-  if (std::atoi(inherited.c_str()) < kOomScore) write_kernel_text(path, std::to_string(kOomScore));
+  const std::string score = read_kernel_text(path).value_or("");
+  if (std::atoi(score.c_str()) < kOomScore) write_kernel_text(path, std::to_string(kOomScore));
   if (is_oversubscribed) {
     const sched_param lowest{};
     sched_setscheduler(0, SCHED_IDLE, &lowest);
@@ -190,6 +191,11 @@ class Supervisor {
     int status = 0;
     const pid_t changed = waitpid(child.pid, &status, WNOHANG | WUNTRACED | WCONTINUED);
     const int64_t now = clock_.now_ns();
+    if (changed < 0 && errno == ECHILD) {  // another wait of this process took it
+      child.gone = true;
+      if (!board_.is_done(rank)) blame(Category::peer, rank, "ended");
+      return;
+    }
     if (changed == child.pid) {
       if (WIFSTOPPED(status)) {
         child.stopped_at_ns = now;

@@ -240,15 +240,33 @@ void digest_recipe(const Recipe& recipe, Hasher& hasher) {
   }
 }
 
-std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node) {
-  std::vector<uint32_t> found;
+namespace {
+
+// Calls `fn` with `node` and each node under it.
+template <typename Fn>
+void for_each_under(const Recipe& recipe, uint32_t node, const Fn& fn) {
   std::vector<uint32_t> open = {node};
   while (!open.empty()) {
     const Node& n = recipe.nodes[open.back()];
     open.pop_back();
-    if (n.op == Op::stored) found.push_back(n.from);
+    fn(n);
     open.insert(open.end(), n.in.begin(), n.in.end());
   }
+}
+
+}  // namespace
+
+bool has_op(const Recipe& recipe, uint32_t node, Op op) {
+  bool has = false;
+  for_each_under(recipe, node, [&](const Node& n) { has |= n.op == op; });
+  return has;
+}
+
+std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node) {
+  std::vector<uint32_t> found;
+  for_each_under(recipe, node, [&](const Node& n) {
+    if (n.op == Op::stored) found.push_back(n.from);
+  });
   std::sort(found.begin(), found.end());
   found.erase(std::unique(found.begin(), found.end()), found.end());
   return found;

@@ -262,6 +262,8 @@ void require_countable(const Recipe& recipe);
 // target's is fp32, bf16 or fp16.
 bool is_dequantised(const Recipe& recipe, const Target& target) noexcept;
 
+// Whether node `node`, or one under it, has this op.
+bool has_op(const Recipe& recipe, uint32_t node, Op op);
 // The stored tensors under node `node`, each once, in manifest order.
 std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node);
 

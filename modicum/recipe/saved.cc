@@ -153,7 +153,8 @@ class Form {
   // nor is a tensor whose name an unchanged target has. Scales of other codes are copied even if
   // `copies_unused` is false: nothing could read the codes without them.
   bool is_copy(uint32_t s) const {
-    if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
+    if (names_.contains(manifest_.tensors[s].spec.fqn)) return false;
+    if (spent_.contains(s) && !needed_.contains(s)) return false;  // one target may need it still
     return options_.copies_unused || needed_.contains(s) ||
            !std::binary_search(recipe_.unused.begin(), recipe_.unused.end(), s);
   }

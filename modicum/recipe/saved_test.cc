@@ -228,6 +228,19 @@ TEST(SavedForm, ScalesOfCodesAreCopiedEvenIfUnusedTensorsAreNot) {
   prove(recipe, manifest, form);
 }
 
+TEST(SavedForm, ScalesAreKeptForCodesThatAnotherTargetDequantises) {
+  Manifest manifest = stored({{"w", {4, 4}}, {"w_scale", {2, 2}}});
+  manifest.tensors[0].spec.dtype = DType::f8_e4m3;
+  manifest.tensors[0].scale = BlockScale{1, {2, 2}};
+  manifest.tensors[1].spec.dtype = DType::f32;
+  RecipeBuilder b(manifest);
+  b.target("w", b.stored("w"));
+  b.target("w_bf16", b.stored("w"), DType::bf16);
+  const SavedForm form = saved_form(b.finish(), manifest);
+  EXPECT_EQ(names_of(form), (Names{"w", "w_bf16", "w_scale"}));
+  EXPECT_EQ(form.left_out, std::vector<uint32_t>());
+}
+
 TEST(SavedForm, TwoTensorsWithOneNameAreAMismatch) {
   const Manifest manifest = stored({{"a", {4}}, {"b", {4}}});
   RecipeBuilder b(manifest);

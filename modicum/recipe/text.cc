@@ -70,6 +70,10 @@ WrittenNode read_node(JsonValue& value) {
       fail(Category::mismatch,
            fmt::format("a recipe node has an unknown key '{}'", printable(key)));
   });
+  // Here, so that the memory of all nodes is in proportion to the text.
+  if (node.op.empty()) {
+    fail(Category::unsupported, "a recipe node has no op", {.expected = all_op_names()});
+  }
   return node;
 }
 

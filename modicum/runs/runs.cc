@@ -90,7 +90,7 @@ Recipe recipe_of(const RunFlags& flags, const Checkpoint& checkpoint,
   Recipe recipe =
       naming_file(base_name(flags.recipe), [&] { return make_recipe(checkpoint, options); });
   for (const Target& target : recipe.targets) {
-    if (recipe.nodes[target.root].op != Op::caller) continue;
+    if (!has_op(recipe, target.root, Op::caller)) continue;
     fail(Category::unsupported, "op `caller` takes this tensor from a model in Python",
          {.tensor = target.spec.fqn, .expected = "a stored, init or alias target"});
   }

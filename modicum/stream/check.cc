@@ -154,6 +154,7 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll) {
 
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll) {
   constexpr uint64_t kPartBytes = 8 * kMiB;  // between two heartbeats
+  constexpr uint64_t kMaxDirtyBytes = 256 * kMiB;
   checked_rank(rank, plan, sink);
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> buffers;
@@ -171,12 +172,18 @@ void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll 
     buffers.push_back(holder);
   }
   SafetensorsWriter out(to.files, to.path, specs);
+  uint64_t dirty = 0;
   for (size_t i = 0; i < specs.size(); ++i) {
     const uint64_t bytes = bytes_of(specs[i].dtype, numel_of(specs[i].shape));
     const std::span<const std::byte> values = sink.host(buffers[i]).first(bytes);
     for (uint64_t at = 0; at < bytes; at += kPartBytes) {
       poll();
-      out.write(i, at, values.subspan(at, std::min(kPartBytes, bytes - at)));
+      const std::span<const std::byte> part = values.subspan(at, std::min(kPartBytes, bytes - at));
+      out.write(i, at, part);
+      dirty += part.size();
+      if (dirty < kMaxDirtyBytes) continue;
+      out.sync();  // one sync of a large file would last longer than a silence may
+      dirty = 0;
     }
   }
   out.finish();

@@ -113,13 +113,15 @@ bool ComparedChunks::has_rest() const noexcept {
   return has_rest;
 }
 
-uint64_t ComparedChunks::compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room) {
+uint64_t ComparedChunks::compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room,
+                                      Poll poll) {
   DataReader reader(checkpoint);
   for_each_chunk([&](const Chunk& chunk) {
     if (added(chunk) == 0) return;
     sums_.reset(chunk.stored, chunk.of_tensor);
     const Extent all = extent_of(chunk);
     for (uint64_t at = all.begin; at < all.end; at += room.size()) {
+      poll();
       const auto part = room.first(std::min<uint64_t>(room.size(), all.end - at));
       reader.read(all.file, manifest_.tensors[chunk.stored].at.begin + at, part);
       sums_.add(chunk.stored, at, part);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
+#include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/stream/sums.h"
 
@@ -41,7 +42,8 @@ class ComparedChunks {
   bool has_rest() const noexcept;  // whether other chunks were added
   // Reads the other chunks that were added, whole, through `room`, and compares them. Returns the
   // bytes read. Throws INTEGRITY, IO and CONFLICT.
-  uint64_t compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room);
+  uint64_t compare_rest(const Checkpoint& checkpoint, std::span<std::byte> room,
+                        Poll poll = kNoPoll);
 
   // After `compare`: what the other ranks need. Adds what another rank has returned.
   std::vector<std::byte> bytes() const;

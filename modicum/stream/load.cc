@@ -173,7 +173,9 @@ class Load {
       const size_t root = turn++ % group.size();
       const bool reads = group[root] == at_.rank;
       if (reads) fetch(worker, {read.transfers.front().from, read.at}, read.scale);
-      at_.exchange->broadcast(static_cast<int>(root), worker.slot.first(read.bytes()));
+      if (group.size() > 1) {  // with several meshes a rank may be its only replica
+        at_.exchange->broadcast(static_cast<int>(root), worker.slot.first(read.bytes()));
+      }
       if (!reads) received(read.bytes());
       put(worker, read);
     });
@@ -218,6 +220,7 @@ class Load {
   // One read, with a heartbeat.
   void fetch_into(std::span<std::byte> out, const FetchedPart& part, DataReader& reader) {
     at_.board->check();
+    reader.leave_for(part.at.file);  // an error of the file before is not of this tensor
     naming_tensor(plan_.manifest->tensors[part.stored].spec.fqn,
                   [&] { reader.read(part.at.file, part.at.begin, out, part.once); });
     at_.board->beat(at_.rank, part.at.bytes());
@@ -328,6 +331,12 @@ class Load {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options) {
   check_context(at, plan, sink);
+  const std::vector<Node>& nodes = plan.recipe->nodes;
+  if (!options.caller && std::any_of(nodes.begin(), nodes.end(),
+                                     [](const Node& node) { return node.op == Op::caller; })) {
+    fail(Category::usage,
+         "the recipe takes tensors of a caller, and LoadOptions::caller is not set");
+  }
   return Load(checkpoint, plan, at, sink, options).run();
 }
 

@@ -11,6 +11,10 @@ constexpr uint64_t kWindowBytes = 8 * kMiB;
 
 DataReader::~DataReader() { close(); }
 
+void DataReader::leave_for(uint32_t file) {
+  if (!file_ || file != file_index_) finish();
+}
+
 void DataReader::open(uint32_t file) {
   if (file_ && file == file_index_) return;
   finish();

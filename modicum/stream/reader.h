@@ -46,6 +46,8 @@ class DataReader {
   // Fills `out` from file offset `begin` on. `once`: no other rank of the node needs these bytes.
   // Calls `finish` first if another file is open. Throws IO, FORMAT.TRUNC or CONFLICT.
   void read(uint32_t file, uint64_t begin, std::span<std::byte> out, bool once = false);
+  // Calls `finish` if a file other than `file` is open.
+  void leave_for(uint32_t file);
   // Call after the last read: closes the open file. Throws CONFLICT if it has changed since its
   // header was validated. Data of earlier reads are valid only once this has returned.
   void finish();

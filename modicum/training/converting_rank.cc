@@ -115,7 +115,12 @@ void ConvertRank::compare(ComparedChunks& read) {
   read.compare();
   if (!read.has_rest()) return;
   const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
-  outcome_.load.storage_read_bytes += read.compare_rest(world_.task.run.checkpoint, room.bytes());
+  const auto poll = [this] {
+    at_.board->check();
+    at_.board->beat(at_.rank, 0);
+  };
+  outcome_.load.storage_read_bytes +=
+      read.compare_rest(world_.task.run.checkpoint, room.bytes(), poll);
 }
 
 uint64_t ConvertRank::convert(uint32_t file, ComparedChunks& read) {

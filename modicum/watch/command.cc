@@ -189,7 +189,7 @@ class Watcher {
     read_log();
     if (deaths_->has_new_kill()) return true;
     const bool is_ours = std::any_of(logged_.begin(), logged_.end(), [&](const OomKill& kill) {
-      return sampler_->find(kill.pid) != nullptr;  // the command may have made a cgroup next to ours
+      return sampler_->find(kill.pid) != nullptr;  // the command may have made a cgroup for it
     });
     if (!is_ours) logged_.clear();
     return is_ours;
