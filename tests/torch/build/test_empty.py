@@ -435,6 +435,30 @@ def test_existing_tensors_stay() -> None:
         assert_same(tensor, before[name], name)
 
 
+def test_existing_parts_of_a_new_model_keep_their_values() -> None:
+    """Of a transformers model, whose initialiser runs again: a head, its copy, and a parameter."""
+    (family,) = (family for family in BUILT if family.name == "llama")
+    head = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for tensor in head.state_dict().values():
+        tensor.fill_(5)
+    teacher = family.build()
+    weight = teacher.lm_head.weight
+    before = weight.detach().clone()
+    with empty_parameters():
+        model = built(family, BF16)
+        model.score, model.other = head, copy.deepcopy(head)
+        model.lm_head.weight = weight
+        model.score.register_buffer("late", torch.ones(2))
+    for part in (model.score, model.other):
+        assert all(bool((tensor == 5).all()) for tensor in part[0].state_dict().values())
+        assert all(bool((tensor == 5).all()) for tensor in part[1].state_dict().values())
+    assert model.lm_head.weight is teacher.lm_head.weight and weight.dtype == before.dtype
+    assert_same(weight.detach(), before, "lm_head.weight")
+    assert model.model.norm.weight.is_meta and model.model.embed_tokens.weight.is_meta
+    marked = [model.score[0], head[1], weight, *head.parameters(), *head.buffers()]
+    assert not any(hasattr(member, "_is_hf_initialized") for member in marked)
+
+
 def assert_plain() -> None:
     """Asserts that torch builds modules as if there had been no context."""
     layer = nn.Linear(2, 2)

@@ -7,8 +7,8 @@ installed.
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, get_origin
 
@@ -23,6 +23,7 @@ _ROWS_OF_THE_MEAN = (
     "_init_added_lm_head_bias_with_mean",
 )
 _UNSUPPORTED_ARGUMENT = "from_pretrained within loading() does not support this argument"
+_INITIALISED = "_is_hf_initialized"
 IDENTITY = "_IdentityOp"
 """The class of a conversion that changes nothing."""
 
@@ -48,7 +49,20 @@ def embeddings_of(model: Any) -> list[Any]:
 def forget_initialised(module: Any) -> None:
     """Removes the mark that transformers sets on initialised modules, so that `initialize_weights`
     initialises this one again."""
-    vars(module).pop("_is_hf_initialized", None)
+    vars(module).pop(_INITIALISED, None)
+
+
+@contextmanager
+def keep_initialised(members: Sequence[Any]) -> Iterator[None]:
+    """Within the block `initialize_weights` leaves these modules and tensors as they are."""
+    marked = [member for member in members if not getattr(member, _INITIALISED, False)]
+    try:
+        for member in marked:
+            setattr(member, _INITIALISED, True)
+        yield
+    finally:
+        for member in marked:
+            vars(member).pop(_INITIALISED, None)
 
 
 def has_dtype_plan(module: Any) -> bool:
