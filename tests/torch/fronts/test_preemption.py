@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +25,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import torch.distributed as dist
 from ranks import GONE, Pool, Ranks
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 from modicum.errors import UsageError
+from modicum.torch.saving.preemption import _on_any_rank
 from modicum.torch.trainer import SaveOnSigtermCallback
 
 STEPS = 6
@@ -225,6 +228,22 @@ def test_a_sigterm_of_a_training_that_raises_ends_the_next_one() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (TERMINATED, "noted\n"), ended.stderr
+
+
+def test_the_agreement_waits_for_the_threads_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while one of them holds the tensor would abort."""
+    held: list[Any] = []
+
+    def all_reduce(tensor: Any, op: Any) -> None:
+        held.append(tensor)
+        tensor.fill_(1)
+        threading.Timer(0.05, held.clear).start()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert _on_any_rank(False) and not held
 
 
 # ---- torchrun

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from modicum.errors import IoError, refusal
 from modicum.torch.optim import in_flight
+from modicum.torch.ranks.collectives import settled
 from modicum.torch.saving import running
 from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.sigterm import SigtermHandler, is_held
@@ -176,5 +177,5 @@ def _on_any_rank(is_requested: bool) -> bool:
     devices = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
     device = "cpu" if "cpu" in devices else devices[0]
     requested = torch.tensor(int(is_requested), device=device)
-    dist.all_reduce(requested, op=dist.ReduceOp.MAX)
+    settled(dist.all_reduce, requested, dist.ReduceOp.MAX)
     return bool(requested)
