@@ -196,6 +196,8 @@ def test_the_callback_holds_sigterm_during_the_training(default_sigterm: None) -
     for _ in range(2):  # an exception ends the first training
         callback.on_train_begin(None, None, None)
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    callback = SaveOnSigtermCallback()  # of another Trainer, after an exception
+    callback.on_train_begin(None, None, None)
     callback.on_train_end(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(UsageError, match="every .*an integer from 1"):
@@ -215,7 +217,8 @@ def test_the_callback_keeps_a_handler_of_the_program(default_sigterm: None, by: 
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_sigterm_of_a_training_that_raises_ends_the_next_one() -> None:
+@pytest.mark.parametrize("following", ("callback", "SaveOnSigtermCallback()"))
+def test_a_sigterm_of_a_training_that_raises_ends_the_next_one(following: str) -> None:
     program = (
         "import signal\n"
         "from modicum.torch.trainer import SaveOnSigtermCallback\n"
@@ -223,7 +226,7 @@ def test_a_sigterm_of_a_training_that_raises_ends_the_next_one() -> None:
         "callback.on_train_begin(None, None, None)\n"
         "signal.raise_signal(signal.SIGTERM)\n"
         "print('noted', flush=True)\n"
-        "callback.on_train_begin(None, None, None)\n"
+        f"{following}.on_train_begin(None, None, None)\n"
         "print('trains', flush=True)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """`SaveOnSigtermCallback`, which does for Trainer what `save_on_sigterm` does for a loop."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerCallback
 
@@ -35,14 +35,19 @@ class SaveOnSigtermCallback(TrainerCallback):
             `enable_jit_checkpoint`, handles SIGTERM itself, and on other threads than the main one.
     """
 
+    _newest: ClassVar[SigtermRequest | None] = None
+    """Of the newest training in this process; an exception may have ended it."""
+
     def __init__(self, *, every: int = 1) -> None:
         self._every, self._request = every, SigtermRequest(every)
         self._is_agreed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._request.leave()  # of a training that an exception has ended
+        if SaveOnSigtermCallback._newest is not None:
+            SaveOnSigtermCallback._newest.leave()
         self._request, self._is_agreed = SigtermRequest(self._every), False
         self._request.install(type(self).__name__)
+        SaveOnSigtermCallback._newest = self._request
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_agreed = self._request.is_agreed()
