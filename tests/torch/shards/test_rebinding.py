@@ -326,3 +326,13 @@ def test_state_of_another_shape_is_refused() -> None:
 
     error = refused(model, optimizer, widen, resuming=True)
     assert error.tensor == "blocks.0.weight"
+
+
+def test_state_on_meta_holds_nothing_of_a_step() -> None:
+    """Adagrad makes its state when it is constructed."""
+    model = tiny()
+    with torch.device("meta"):
+        optimizer = torch.optim.Adagrad(model.parameters())
+    with rebind_parameters(model, optimizer):
+        fully_shard(model)
+    assert {*optimizer.param_groups[0]["params"]} == {*model.parameters()}

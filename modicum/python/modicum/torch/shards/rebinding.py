@@ -101,11 +101,12 @@ class Bindings:
 
 def _is_fresh(state: Any) -> bool:
     """Whether an entry of `state` holds nothing of a step: it is empty, or its step count and all
-    its tensors are zero."""
+    its tensors are zero or on meta."""
     if not state or "step" not in state:
         return not state
-    values = (value for value in state.values() if isinstance(value, Tensor))
-    return float(state["step"]) == 0 and not any(bool(local_of(value).any()) for value in values)
+    tensors = (local_of(value) for value in state.values() if isinstance(value, Tensor))
+    has_values = any(not tensor.is_meta and bool(tensor.any()) for tensor in tensors)
+    return not has_values and (isinstance(state["step"], Tensor) or float(state["step"]) == 0)
 
 
 def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
