@@ -30,17 +30,26 @@ def refusal(program: Path, verb: str, words: Sequence[str]) -> dict[str, Any]:
 def run(command: list[str]) -> int:
     """Runs a command, to which SIGTERM and SIGHUP are passed on; returns its exit code. Ctrl-C
     reaches it anyway."""
-    with subprocess.Popen(command) as child:
-        pass_on: dict[int, Any] = {
-            number: lambda number, _frame: child.send_signal(number) for number in _ends()
-        }
-        pass_on[signal.SIGINT] = signal.SIG_IGN
-        before = {number: signal.signal(number, handler) for number, handler in pass_on.items()}
-        try:
+    early: list[int] = []  # signals before the child is known
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    before: dict[int, Any] = {number: signal.signal(number, pass_on) for number in _ends()}
+    try:
+        with subprocess.Popen(command) as child:
+            # Not before the child begins: it would inherit that the signal is ignored.
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in early:
+                child.send_signal(number)
             code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
 
 
