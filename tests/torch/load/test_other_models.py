@@ -195,6 +195,18 @@ def test_two_targets_for_one_tensor_are_refused(tmp_path: Path, on_meta: bool) -
     assert model.a is model.b and bool((model.a == 1).all())
 
 
+@pytest.mark.parametrize("op", ("reshape", "alias"))
+def test_a_tensor_of_the_caller_within_another_node_is_refused(tmp_path: Path, op: str) -> None:
+    safetensors.torch.save_file({"w": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    inner = {"op": "caller", "dtype": "float32", "shape": [12]}
+    node = {"op": op, "in": [{"op": "permute", "dims": [0], "in": [inner]}], "shape": [3, 4]}
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"targets": {"weight": node}, "unused": ["w"]}))
+    with pytest.raises(UsageError, match="UNSUPPORTED: .*`caller` as an input .*weight") as refused:
+        load(nn.Linear(4, 3, bias=False), tmp_path, rules=LoadRules(recipe=path))
+    assert refused.value.tensor == "weight"
+
+
 @pytest.mark.parametrize(
     "node", (5, "x", None, {"name": "w"}, {"op": 5}, {"op": "caller"}, {"op": "stored"}), ids=str
 )

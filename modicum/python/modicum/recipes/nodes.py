@@ -115,3 +115,16 @@ def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node
 def caller(dtype: str, shape: Sequence[int]) -> Node:
     """A tensor that the caller of the load provides."""
     return {"op": "caller", "shape": list(shape), "dtype": dtype}
+
+
+def has_inner_caller(node: Node) -> bool:
+    """Whether an input of a node, at any depth, is a tensor that the caller of the load
+    provides."""
+    nodes = [node]
+    while nodes:
+        inputs = nodes.pop().get("in")
+        inner = [each for each in inputs if isinstance(each, dict)] if inputs else []
+        if any(each.get("op") == "caller" for each in inner):
+            return True
+        nodes += inner
+    return False

@@ -16,7 +16,7 @@ from modicum.errors import counted, refusal
 from modicum.options import dtype_text
 from modicum.recipes.adapters import RecipeRequest, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
-from modicum.recipes.nodes import Node, caller, init
+from modicum.recipes.nodes import Node, caller, has_inner_caller, init
 from modicum.recipes.patterns import Patterns, Rule, Rules
 from modicum.recipes.structure import (
     Part,
@@ -84,13 +84,17 @@ class Recipe:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def into(self, model: Structure) -> "Recipe":
-        """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target."""
+        """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target, or if
+        `caller` is an input of another node."""
         other = next((name for name in self.targets if name not in model.members), None)
         if other is not None:
             what = f"the recipe has a target that the model lacks{_near(other, model.members)}"
             raise refusal("MISMATCH", what, tensor=other)
         targets = {}
         for name, node in self.targets.items():
+            if has_inner_caller(node):
+                what = "the node of a target has `caller` as an input"
+                raise refusal("UNSUPPORTED", what, tensor=name, expected="a target `caller`")
             dtype = dtype_name(model.members[name].tensor.dtype)
             is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
             targets[name] = node | ({"dtype": dtype} if is_cast else {})
