@@ -296,6 +296,14 @@ def test_boxes_that_do_not_tile_their_tensor_are_refused(directory: Path) -> Non
             directory_of(changed(directory, change), directory)
 
 
+def test_a_tensor_without_elements_is_read(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4.0), "none": torch.zeros(0, 4)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_checkpoint(tmp_path / "dcp", tmp_path / "steps", step=1)
+    (file,) = tmp_path.glob("steps/step-1/*.safetensors")
+    assert torch.equal(load_file(file)["w"], state["w"])
+
+
 def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path) -> None:
     """The weight's box points to the archive of a moment of the bias."""
 

@@ -317,6 +317,8 @@ def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
     number of elements, and no two overlap. Takes time in proportion to the boxes."""
     if sum(prod(box.sizes) for box in boxes) != prod(shape):
         malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
+    if not boxes:  # a tensor without elements
+        return
     cut = [d for d, size in enumerate(shape) if any(box.sizes[d] != size for box in boxes)]
     if len(cut) > _MOST_CUT_DIMS:
         expected, got = f"{_MOST_CUT_DIMS} or fewer", str(len(cut))
