@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
 from audit import mutated, nothing_happens  # noqa: E402
 
-from modicum.errors import Error, FormatError, IntegrityError, IoError  # noqa: E402
+from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.archives import Archive  # noqa: E402
 from modicum.imports.dcp import Directory  # noqa: E402
@@ -85,6 +85,15 @@ def test_an_optimizer_at_another_step_is_refused(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "five", tmp_path / "steps")
     save_zero(tmp_path / "skipped", steps=5, skipped=2)
     assert import_checkpoint(tmp_path / "skipped", tmp_path / "steps").step == 5
+
+
+def test_the_state_of_bf16_optimizer_is_refused(zero: Path, tmp_path: Path) -> None:
+    saved = torch.load(zero / OPTIMIZER, weights_only=False)
+    del saved["optimizer_state_dict"]["zero_stage"]
+    torch.save(saved, zero / OPTIMIZER)
+    words = "UNSUPPORTED: .*BF16_Optimizer.*expected another data_types.grad_accum_dtype"
+    with pytest.raises(UsageError, match=words):
+        import_checkpoint(zero, tmp_path / "steps")
 
 
 def flip(path: Path, data: bytes) -> None:

@@ -125,6 +125,12 @@ class Rank:
         whole = Table.of(archive)
         state = whole.table("optimizer_state_dict")
         stage = state.values.get("zero_stage")
+        if stage is None and MASTERS[1] in state.values:
+            what = (
+                "the state of DeepSpeed's BF16_Optimizer, which ZeRO-1 has with bf16 and float32 "
+            )
+            what += "gradients"
+            unsupported(what, state.file, expected="another data_types.grad_accum_dtype, or ZeRO-2")
         if isinstance(stage, MadeObject) and stage.kind == STAGE and len(stage.args) == 1:
             recorded = stage.args[0]
             stage = STAGES.get(recorded) if isinstance(recorded, str) else recorded
