@@ -304,6 +304,15 @@ def test_a_tensor_without_elements_is_read(tmp_path: Path) -> None:
     assert torch.equal(load_file(file)["w"], state["w"])
 
 
+def test_other_strides_are_refused_by_name(tmp_path: Path) -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    dcp.save({"w": torch.ones(2), "image": image}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    words = r"UNSUPPORTED: .*not row-major .*image.*expected row-major, got strides \["
+    with pytest.raises(UsageError, match=words) as refused:
+        import_checkpoint(tmp_path / "dcp", tmp_path / "steps", step=1)
+    assert refused.value.tensor == "image" and not [*tmp_path.glob("steps/step-*")]
+
+
 def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path) -> None:
     """The weight's box points to the archive of a moment of the bias."""
 

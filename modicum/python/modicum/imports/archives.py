@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from modicum.errors import Error
+from modicum.errors import Error, UsageError, refusal
 from modicum.imports.pickles import (
     Global,
     MadeObject,
@@ -205,7 +205,8 @@ class Archive:
 
     def line(self, value: Any) -> Line:
         """The place of a tensor's elements. `value`: the tensor, as `read_pickle` returns it.
-        Raises ValueError if it is no tensor, not row-major or not within its storage."""
+        Raises ValueError if it is no tensor or not within its storage, and `UsageError` if it is
+        not row-major."""
         args = _arguments_of(value)
         if (
             not isinstance(args, tuple)
@@ -222,8 +223,10 @@ class Archive:
             raise ValueError("the tensor's storage has an unknown class or is not in the archive")
         if not is_size(offset) or not is_shape(sizes):
             raise ValueError("the tensor's offset or shape is invalid")
+        if not _are_strides(strides, sizes):
+            raise ValueError("the tensor's strides are invalid")
         if not _is_row_major(sizes, strides):
-            raise ValueError("the tensor is not row-major")
+            raise strided(self.path.name, f"strides {[*strides]}")
         record, item_bytes = self.storages[key], ITEM_BYTES[dtype]
         if not is_size(stored.id[4]) or stored.id[4] * item_bytes > record.nbytes:
             raise ValueError("the tensor's storage is longer than its record")
@@ -243,9 +246,16 @@ def _arguments_of(value: Any) -> Any:
     return value.args if value.kind == REBUILD_TENSOR else None
 
 
-def _is_row_major(sizes: Shape, strides: Any) -> bool:
-    if not isinstance(strides, tuple) or len(strides) != len(sizes):
-        return False
+def strided(file: str, got: str, **facts: str) -> UsageError:
+    what = "a tensor with strides that are not row-major"
+    return refusal("UNSUPPORTED", what, file=file, **facts, expected="row-major", got=got)
+
+
+def _are_strides(value: Any, sizes: Shape) -> bool:
+    return isinstance(value, tuple) and len(value) == len(sizes) and all(map(is_size, value))
+
+
+def _is_row_major(sizes: Shape, strides: Shape) -> bool:
     if prod(sizes) == 0:  # no element depends on the strides
         return True
     expected = 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.errors import IoError
+from modicum.errors import IoError, UsageError
 from modicum.imports.archives import (
     ITEM_BYTES,
     Archive,
@@ -28,6 +28,7 @@ from modicum.imports.archives import (
     compare_records,
     is_shape,
     is_size,
+    strided,
 )
 from modicum.imports.pickles import (
     DTYPES,
@@ -157,6 +158,9 @@ class Directory:
             value = archive.value()
             try:
                 line = archive.line(value)
+            except UsageError as error:
+                key = next(key for key, each in self.tensors.items() if each is tensor)
+                raise strided(box.file, str(error.got), tensor=key) from None
             except ValueError as error:
                 malformed(f"a box holds no tensor that can be read: {error}", box.file)
             if (line.dtype, line.shape) != (tensor.dtype, box.sizes):

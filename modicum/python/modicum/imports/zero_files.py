@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from modicum.errors import refusal
-from modicum.imports.archives import Archive, Line, Shape, is_shape, is_size, number_of
+from modicum.errors import UsageError, refusal
+from modicum.imports.archives import Archive, Line, Shape, is_shape, is_size, number_of, strided
 from modicum.imports.groups import options_in
 from modicum.imports.pickles import MadeObject, Pairs, malformed
 from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE, STAGES
@@ -81,6 +81,8 @@ class Table:
     def line(self, key: str, value: Any) -> Line:
         try:
             return self._archive.line(value)
+        except UsageError as error:
+            raise strided(self.file, str(error.got), tensor=key) from None
         except ValueError as error:
             malformed(f"{key!r}: {error}", self.file)
 
