@@ -16,23 +16,13 @@ bool is_committed(FileSystem& files, const std::string& directory) {
   return !directory.empty() && files.exists(join_path(directory, "COMMIT"));
 }
 
-// As has_record, but another program's manifest.json may be unreadable.
-bool has_readable_record(FileSystem& files, const std::string& directory) {
-  try {
-    return has_record(files, directory);
-  } catch (const Error& error) {
-    if (error.category() != Category::io) throw;
-    return false;
-  }
-}
-
 // Whether files may have left the directory of a save, for the directory around it: it has a record
 // but not all recorded files, or nothing, as after a failed save. (A ROOT has such directories,
 // too, but they are renamed as a whole.)
 bool may_have_moved(FileSystem& files, const std::string& partial) {
   if (!files.is_directory(partial)) return false;
   if (files.list(partial).empty()) return true;
-  if (!has_readable_record(files, partial)) return false;
+  if (!has_record(files, partial)) return false;
   const CheckpointRecord record = parse_record(text_of(files, partial, kManifest));
   return std::any_of(record.files.begin(), record.files.end(), [&](const CheckpointFile& file) {
     return !files.exists(join_path(partial, file.name));
@@ -101,9 +91,7 @@ RecordComparison::RecordComparison(FileSystem& files, const std::string& path, b
     directory = parent_path(directory);
   }
   std::string root = directory;
-  const auto is_recorded = [&] {
-    return is_committed(files, root) || has_readable_record(files, root);
-  };
+  const auto is_recorded = [&] { return is_committed(files, root) || has_record(files, root); };
   if (!is_recorded() && base_name(directory) == kStateDirectory) {
     root = parent_path(directory);
     prefix_ = kStateFolder;

@@ -238,7 +238,7 @@ TEST(SavedForm, ScalesAreKeptForCodesThatAnotherTargetDequantises) {
   b.target("w_bf16", b.stored("w"), DType::bf16);
   const SavedForm form = saved_form(b.finish(), manifest);
   EXPECT_EQ(names_of(form), (Names{"w", "w_bf16", "w_scale"}));
-  EXPECT_EQ(form.left_out, std::vector<uint32_t>());
+  EXPECT_EQ(form.tensors[0].spec.dtype, DType::f8_e4m3);
 }
 
 TEST(SavedForm, TwoTensorsWithOneNameAreAMismatch) {
