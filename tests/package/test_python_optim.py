@@ -212,7 +212,10 @@ def test_each_arena_is_pinned_once() -> None:
         (lambda of: of.export_to(0, "master", torch.ones(3).double()), "float32 array"),
         (lambda of: of.import_from(0, "master", torch.ones(6)[::2]), "float32 array"),
         (lambda of: of.arrive(0, torch.ones(6)[::2]), "a contiguous array"),
-        (lambda of: of.export_to(0, "master", torch.ones(301)), r"within \[0, 300\), got 301 elements from 0"),
+        (
+            lambda of: of.export_to(0, "master", torch.ones(301)),
+            r"within \[0, 300\), got 301 elements from 0",
+        ),
         (lambda of: of.arrive(0, torch.ones(3, dtype=torch.float64)), "must be float32, bfloat16"),
         (lambda of: of.arrive(0, torch.ones(301)), r"within \[0, 300\), got 301 elements from 0"),
         (lambda of: of.step(), "its gradient has not arrived"),
