@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
 from sharding import Cut, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch_front import (  # noqa: E402
     BY_NAME,
     assert_holds,
@@ -34,7 +33,6 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import UsageError  # noqa: E402
 from modicum.torch import LoadRules  # noqa: E402
-from modicum.upstream.torch_fsdp import shards_of_values  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
@@ -230,47 +228,3 @@ def test_tensors_with_no_rule_are_named(tmp_path: Any, is_emptied: bool) -> None
         load(model, tmp_path / "some.safetensors")
     named = [line.rpartition(": ")[2] for line in lines]
     assert named == (["head.bias, head.weight, table"] if is_emptied else [])
-
-
-@pytest.mark.parametrize("is_emptied", (False, True))
-@pytest.mark.parametrize("rank, world", [(0, 1), (0, 2), (1, 2)])
-def test_values_that_fsdp2_has_cut_are_values(
-    tmp_path: Any, rank: int, world: int, is_emptied: bool
-) -> None:
-    """`fully_shard` makes new parameters, which were never written. Of two ranks the second one has
-    fewer rows of `linear`, and none of `tail`."""
-    file, whole = tmp_path / "some.safetensors", Plain()
-    whole.tail = nn.Linear(2, 1)
-    save_file(dict(Plain().linear.state_dict(prefix="linear.")), file)
-    kept = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    with playing_new_rank(rank, world):
-        mesh = torch.distributed.init_device_mesh("cpu", (world,))
-        model = whole.to("meta") if is_emptied else whole
-        fully_shard(model, mesh=mesh)
-        if is_emptied:
-            emptied(model)
-        assert len(shards_of_values(model)) == (0 if is_emptied else 6)
-        with warned() as lines:
-            load(model, file)
-        named = [line.rpartition(": ")[2] for line in lines if rank == 0]
-        lacking = ["head.bias, head.weight, table, tail.bias, tail.weight"]
-        assert named == (lacking if is_emptied and rank == 0 else [])
-        for name, tensor in model.state_dict().items() if not is_emptied else ():
-            if not name.startswith("linear"):
-                want = torch.distributed.tensor.distribute_tensor(
-                    kept[name], mesh, tensor.placements, src_data_rank=None
-                )
-                assert bits(tensor.to_local()) == bits(want.to_local()), name
-
-
-@pytest.mark.parametrize("rank, world", [(0, 1), (0, 2), (1, 2)])
-def test_a_buffer_of_a_sharded_model_with_values_stays(rank: int, world: int) -> None:
-    cls = BY_NAME["llama"].model_class
-    model = customised(cls.from_pretrained(checkpoint_of("llama")))
-    before = bits(inv_freq_of(model))
-    with playing_new_rank(rank, world):
-        shard(model, Cut("fsdp2", (world,)))
-        with warned() as lines:
-            load(model, checkpoint_of("llama"))
-        assert bits(inv_freq_of(model)) == before
-        assert all("left alone" in line for line in lines)

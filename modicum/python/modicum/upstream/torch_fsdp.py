@@ -21,13 +21,7 @@ from torch import nn
 
 from modicum.errors import BudgetError, UsageError, refusal
 from modicum.upstream.known import TORCH_TESTED, KnownFacts
-from modicum.upstream.torch_core import (
-    carry_grad_dtype,
-    carry_hooks,
-    local_of,
-    use_count,
-    version_of,
-)
+from modicum.upstream.torch_core import carry_grad_dtype, carry_hooks, local_of, use_count
 from modicum.upstream.torch_dispatch import is_traceable_wrapper_subclass
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.wrappers import canonical
@@ -89,28 +83,6 @@ def _not_known(error: Exception) -> UsageError:
         f"torch {' or '.join(TORCH_TESTED)}",
     )
     return refusal("UNSUPPORTED", what, expected=expected, got=torch.__version__)
-
-
-def shards_of_values(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `fully_shard` has cut from ones with memory, and that no `_apply`, such
-    as `to_empty`, has replaced since. FSDP2 keeps a view of a shard with its padding. If it has
-    copied values there, the shard, a DTensor's new view, does not count that write. Once `_apply`
-    has replaced the shard, both count all writes, including that of the padding."""
-    try:
-        params = [param for group in _groups(model.modules()) for param in group.fsdp_params]
-        return {param.sharded_param for param in params if _has_copied_values(param)}
-    except AttributeError:  # another FSDP2, which a load refuses
-        return set()
-
-
-def _has_copied_values(fsdp_param: Any) -> bool:
-    shard, padded = fsdp_param.sharded_param, fsdp_param._sharded_param_data
-    info, local = fsdp_param._module_info, local_of(shard)
-    if getattr(info.module, info.param_name) is not shard or local.is_meta or padded.numel() == 0:
-        return False
-    counts = version_of(padded), version_of(local)
-    # Nothing is copied to an empty shard; `_apply` would have padded it.
-    return counts[0] > counts[1] or (local.numel() == 0 and counts == (0, 0))
 
 
 def cut_by_fsdp() -> dict[torch.Tensor, Any]:

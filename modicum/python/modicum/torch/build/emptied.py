@@ -23,15 +23,12 @@ from modicum.torch.shards.placements import whole_of
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
 from modicum.upstream.torch_core import version_of
 from modicum.upstream.torch_distributed import dtensor_like
-from modicum.upstream.torch_fsdp import shards_of_values
 
 _NAMES_SHOWN = 8
 
 # (a buffer, whether no tensor of its module was ever written). Its module: the smallest module
 # around the buffer that has parameters.
 _Buffer = tuple[torch.Tensor, bool]
-# Shards that have values (`shards_of_values`).
-_Cut = set[nn.Parameter]
 # Makes the tensors of the given names by the model's own rules.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 
@@ -39,8 +36,7 @@ _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 def is_unwritten(tensor: torch.Tensor) -> bool:
     """Whether nothing, such as an initialiser, has ever written to this tensor in place: its values
     are those of `torch.empty`, or the result of one operation. For a DTensor its own version
-    counts, not that of its local tensor, to which FSDP2 writes padding. (`fully_shard` makes new
-    ones: `shards_of_values` finds those that have values.)"""
+    counts, not that of its local tensor, to which FSDP2 writes padding."""
     try:
         return version_of(tensor) == 0
     except RuntimeError:  # an inference tensor has no version
@@ -85,12 +81,11 @@ class EmptiedMemory:
         if buffers != "keep":
             makes = partial(_rule_values, model, structure, seed)
             tensors = tensors_of(model, structure, scratch=True)
-            cut = shards_of_values(model)
-            found = _examined(model, tensors, cut, everything=buffers == "restore")
+            found = _examined(model, tensors, everything=buffers == "restore")
             is_emptied = self._compare(makes, found, everything=buffers == "restore")
-            if not is_emptied and _has_no_values(model, cut):
-                self._unknown += _never_written(tensors, cut)
-            unwritten = _never_written(tensors, cut) if is_emptied else []
+            if not is_emptied and _has_no_values(model):
+                self._unknown += _never_written(tensors)
+            unwritten = _never_written(tensors) if is_emptied else []
         everyone = ranks.gather([unwritten, [*self._values], self._differ, self._unknown])
         names = [sorted({name for rank in everyone for name in rank[i]}) for i in range(4)]
         self.unwritten = set(names[0])
@@ -151,7 +146,7 @@ def _warn(what: str, names: list[str]) -> None:
 
 
 def _examined(
-    model: nn.Module, tensors: dict[str, ModelTensor], cut: _Cut, *, everything: bool
+    model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
 ) -> dict[str, _Buffer]:
     """The non-persistent buffers that may be garbage, by name. A buffer is not garbage if it was
     written in place, or if a parameter of the smallest module with parameters around it is on meta:
@@ -171,16 +166,14 @@ def _examined(
         parameters = [] if module is None else [*module.parameters()]
         is_real = not any(parameter.is_meta for parameter in parameters)
         if everything or (is_real and is_unwritten(entry.tensor)):
-            found[name] = entry.tensor, module is not None and _has_no_values(module, cut)
+            found[name] = entry.tensor, module is not None and _has_no_values(module)
     return found
 
 
-def _has_no_values(module: nn.Module, cut: _Cut) -> bool:
+def _has_no_values(module: nn.Module) -> bool:
     """Whether all tensors of a module have memory and were never written, as after `to_empty`."""
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return all(
-        is_unwritten(tensor) and not tensor.is_meta and tensor not in cut for tensor in tensors
-    )
+    return all(is_unwritten(tensor) and not tensor.is_meta for tensor in tensors)
 
 
 def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module | None]]:
@@ -210,7 +203,7 @@ def _rule_values(
             continue
 
 
-def _never_written(tensors: dict[str, ModelTensor], cut: _Cut) -> list[str]:
+def _never_written(tensors: dict[str, ModelTensor]) -> list[str]:
     """The names of parameters and persistent buffers with memory that was never written."""
     return [
         name
@@ -218,5 +211,4 @@ def _never_written(tensors: dict[str, ModelTensor], cut: _Cut) -> list[str]:
         if (entry.is_parameter or entry.is_persistent)
         and not entry.tensor.is_meta
         and is_unwritten(entry.tensor)
-        and entry.tensor not in cut
     ]
