@@ -29,7 +29,12 @@ void heed_sigterm_of_parent() {
   struct sigaction action {};
   action.sa_sigaction = end_by_parent;
   action.sa_flags = SA_SIGINFO | SA_RESTART;
-  sigaction(SIGTERM, &action, &earlier_action);
+  struct sigaction earlier {};
+  sigaction(SIGTERM, &action, &earlier);
+  // A second call, in the same process or one forked from it, keeps what the first has noted.
+  const bool is_ours =
+      (earlier.sa_flags & SA_SIGINFO) != 0 && earlier.sa_sigaction == end_by_parent;
+  if (!is_ours) earlier_action = earlier;
 }
 
 }  // namespace

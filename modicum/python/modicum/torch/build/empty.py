@@ -287,6 +287,9 @@ class _Modules:
         # In the order of construction, so that every rank names the same tensor in an error.
         self._born: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
+    def forget_existing(self) -> None:
+        self._existed.clear()
+
     def _see(self, module: nn.Module) -> None:
         """Notes a new module. One that already has members existed before the context."""
         if not (parameters_of(module) or buffers_of(module) or children_of(module)):
@@ -430,6 +433,8 @@ def empty_parameters() -> Iterator[None]:
     memory = _Memory()
     modules = _Modules(memory)
     with contextlib.ExitStack() as stack:
+        # A traceback may keep this frame, and torch swaps no tensor that has weak references.
+        stack.callback(modules.forget_existing)
         hooks: tuple[tuple[Any, Any], ...] = (
             (nn_module.register_module_module_registration_hook, modules.on_module),
             (nn_module.register_module_parameter_registration_hook, modules.on_parameter),

@@ -1,5 +1,6 @@
 """`SaveOnSigtermCallback`, which does for Trainer what `save_on_sigterm` does for a loop."""
 
+import threading
 from typing import Any, ClassVar
 
 from transformers import TrainerCallback
@@ -43,8 +44,9 @@ class SaveOnSigtermCallback(TrainerCallback):
         self._is_agreed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if SaveOnSigtermCallback._newest is not None:
-            SaveOnSigtermCallback._newest.leave()
+        newest = SaveOnSigtermCallback._newest
+        if newest is not None and threading.current_thread() is threading.main_thread():
+            newest.leave()  # on another thread `install` raises, and `newest` may still train
         self._request, self._is_agreed = SigtermRequest(self._every), False
         self._request.install(type(self).__name__)
         SaveOnSigtermCallback._newest = self._request
