@@ -94,6 +94,7 @@ class RecordComparison {
   void add_to(Manifest& manifest) const;
 
  private:
+  bool compare_in(FileSystem& files, const std::string& root);
   void compare_uncommitted(FileSystem& files, const std::string& root);
   bool lists(const std::string& name) const;
 

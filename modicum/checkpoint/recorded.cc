@@ -91,21 +91,27 @@ RecordComparison::RecordComparison(FileSystem& files, const std::string& path, b
     directory = parent_path(directory);
   }
   std::string root = directory;
-  const auto is_recorded = [&] { return is_committed(files, root) || has_record(files, root); };
-  if (!is_recorded() && base_name(directory) == kStateDirectory) {
+  if (compare_in(files, root)) return;
+  if (base_name(directory) == kStateDirectory) {
     root = parent_path(directory);
     prefix_ = kStateFolder;
+    if (compare_in(files, root)) return;
   }
+  if (!in_save) refuse_in_flight(files, root);
+}
+
+// Returns false, and compares nothing, if `root` has no record.
+bool RecordComparison::compare_in(FileSystem& files, const std::string& root) {
   if (is_committed(files, root)) {
     record_ = open_run_checkpoint(files, root).record;
     for (const CheckpointFile& file : record_.files) {
       if (!is_extra(file.name)) check_digest(files, root, file);
     }
-  } else if (is_recorded()) {
-    compare_uncommitted(files, root);
-  } else if (!in_save) {
-    refuse_in_flight(files, root);
+    return true;
   }
+  if (!has_record(files, root)) return false;
+  compare_uncommitted(files, root);
+  return true;
 }
 
 // Without COMMIT the files are a copy of a checkpoint's, perhaps with another config, or a save
@@ -113,8 +119,7 @@ RecordComparison::RecordComparison(FileSystem& files, const std::string& path, b
 void RecordComparison::compare_uncommitted(FileSystem& files, const std::string& root) {
   record_ = parse_record(text_of(files, root, kManifest));
   for (const CheckpointFile& file : record_.files) {
-    const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
-    if (!has_tensors || !files.exists(join_path(root, file.name))) continue;
+    if (!has_tensors(file) || !files.exists(join_path(root, file.name))) continue;
     try {
       check_digest(files, root, file);
     } catch (const Error& error) {

@@ -21,6 +21,10 @@ std::string commit_json(const CheckpointRecord& record, const std::string& manif
 // The text of a file of a checkpoint. Throws INTEGRITY if it is missing, not a regular file, or too
 // long.
 std::string text_of(FileSystem& files, const std::string& directory, const std::string& name);
+// Whether a file of a checkpoint's record holds tensors, or is the index of those that do.
+inline bool has_tensors(const CheckpointFile& file) {
+  return file.name.ends_with(".safetensors") || file.name == kIndexFile;
+}
 // Whether a directory has the manifest.json of a checkpoint. No record is too long for a reader, so
 // one that is belongs to another program.
 bool has_record(FileSystem& files, const std::string& path);

@@ -38,8 +38,7 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
     const std::string manifest = text_of(files, directory, kManifest);
     if (!is_record(manifest)) return names;
     for (const CheckpointFile& file : parse_record(manifest).files) {
-      const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
-      if (has_tensors || file.name.find('/') != std::string::npos) names.push_back(file.name);
+      if (has_tensors(file) || file.name.find('/') != std::string::npos) names.push_back(file.name);
     }
   } catch (const Error& error) {
     if (!is_damage(error.category())) throw;

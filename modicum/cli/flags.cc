@@ -122,6 +122,12 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
       ->type_name("REGEX");
 }
 
+void require_host_memory(const RunFlags& flags, std::string_view verb) {
+  if (flags.destination == "cpu") return;
+  fail(Category::unsupported, fmt::format("{} needs the loaded tensors in host memory", verb),
+       {.expected = "--destination cpu", .got = "--destination discard"});
+}
+
 void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common) {
   app.option_defaults()->group(kRareFlags);
   app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that FSDP shards; default 0");

@@ -118,10 +118,7 @@ int run_resume(const Args& args, const Surroundings& at) {
   add_common_flags(app, common, {.staging = &run.staging});
   add_rare_run_flags(app, run, common);
   if (const auto done = parse(app, args, at)) return *done;
-  if (run.destination != "cpu") {
-    fail(Category::unsupported, "resume needs the loaded tensors in host memory",
-         {.expected = "--destination cpu", .got = "--destination discard"});
-  }
+  require_host_memory(run, "resume");
   const bool is_single = at.files.exists(join_path(run.directory, "COMMIT"));
   const ResumeSteps then{.steps = steps};
   const LoadReport report =

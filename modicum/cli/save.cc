@@ -100,10 +100,7 @@ int run_save(const Args& args, const Surroundings& at) {
   SaveFlags flags;
   add_save_flags(app, flags);
   if (const auto done = parse(app, args, at)) return *done;
-  if (flags.run.destination != "cpu") {
-    fail(Category::unsupported, "save needs the loaded tensors in host memory",
-         {.expected = "--destination cpu", .got = "--destination discard"});
-  }
+  require_host_memory(flags.run, "save");
   if (flags.steps > 0 && !optimizer_flag(flags.run.optimizer)) {
     fail(Category::usage, "--steps needs --optimizer adamw:FORMAT");
   }

@@ -69,6 +69,8 @@ constexpr const char* kRareFlags = "Rarely needed";
 void add_run_flags(CLI::App& app, RunFlags& flags);
 // Those of kRareFlags, with --oversubscribe.
 void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common);
+// Throws UNSUPPORTED for --destination discard. `verb`: what needs the loaded tensors.
+void require_host_memory(const RunFlags& flags, std::string_view verb);
 // Adds --seed, an unsigned 64-bit number. `seeded` names what it seeds, for the help text.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
 // Returns `value`. Throws USAGE unless it is finite and above 0.

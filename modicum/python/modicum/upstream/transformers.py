@@ -46,10 +46,10 @@ def embeddings_of(model: Any) -> list[Any]:
     return [module for module in found if module is not None]
 
 
-def forget_initialised(module: Any) -> None:
-    """Removes the mark that transformers sets on initialised modules, so that `initialize_weights`
-    initialises this one again."""
-    vars(module).pop(_INITIALISED, None)
+def forget_initialised(member: Any) -> None:
+    """Removes the mark that transformers sets on initialised modules and tensors, so that
+    `initialize_weights` initialises this one again."""
+    vars(member).pop(_INITIALISED, None)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def keep_initialised(members: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for member in marked:
-            vars(member).pop(_INITIALISED, None)
+            forget_initialised(member)
 
 
 def has_dtype_plan(module: Any) -> bool:

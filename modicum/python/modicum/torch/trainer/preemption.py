@@ -15,13 +15,13 @@ class SaveOnSigtermCallback(TrainerCallback):
         trainer.train(resume_from_checkpoint=last)
 
     SIGTERM is only noted while Trainer trains, and ignored by forked workers of its data loaders.
-    After the next step all ranks agree, whichever of
-    them have got it, and Trainer saves a checkpoint with all that it resumes from: model,
-    optimizer, scheduler, random number generators and its own state. It does so whatever
-    `save_strategy` is, and leaves out an evaluation of that step. After the `on_save` of all
-    callbacks, in `on_epoch_end`, all ranks exit, with the exit code 143 of a process that SIGTERM
-    has ended. Rank 0 prints this, with the checkpoint's name. Within
-    `modicum.torch.accelerate.loading` the checkpoint is saved by Modicum, otherwise by Trainer.
+    After the next step all ranks agree, whichever of them have got it, and Trainer saves a
+    checkpoint with all that it resumes from: model, optimizer, scheduler, random number generators
+    and its own state. It does so whatever `save_strategy` is, and leaves out an evaluation of that
+    step. After the `on_save` of all callbacks, in `on_epoch_end`, all ranks exit, with the exit
+    code 143 of a process that SIGTERM has ended. Rank 0 prints this, with the checkpoint's name.
+    Within `modicum.torch.accelerate.loading` the checkpoint is saved by Modicum, otherwise by
+    Trainer.
 
     A second SIGTERM, more than a second later, ends the process at once, and the previous
     checkpoint stays. One that comes after the last step ends the process when the training ends. If
