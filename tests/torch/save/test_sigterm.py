@@ -360,6 +360,7 @@ def test_a_sigterm_to_the_workers_of_a_loader_does_not_end_the_training() -> Non
     program = LOADER + (
         "with modicum.torch.save_on_sigterm(lambda: print('saved')) as preemption:\n"
         "    loader, other = batches(), batches()\n"
+        "    next(other)  # the worker has set its signal handlers\n"
         "    workers = other._workers\n"
         "    workers[0].terminate()\n"
         "    workers[0].join(10)\n"
