@@ -93,7 +93,7 @@ class ModicumReader(StorageReader):
 
     def _open(self, source: Source) -> None:
         kind = StateDictReader if self._may_read_state and _is_saved(source) else FilesReader
-        self._reader: FilesReader | StateDictReader = kind(source, self._model, **self._options)
+        self._reader: FilesReader | StateDictReader = kind(source, self._model, self._options)
 
     @property
     def checkpoint_id(self) -> Source:

@@ -47,7 +47,6 @@ from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
 from modicum.upstream.wrappers import canonical
 
-Size = int | str
 Source = str | os.PathLike[str]
 
 
@@ -74,17 +73,25 @@ class FilesReader:
         self,
         source: Source,
         model: nn.Module | None,
-        *,
-        rules: Mapping[str, Any],
-        staging: Size | None,
-        ledger: _modicum.Ledger | None,
+        options: Mapping[str, Any],
+        key_of: Callable[[str], str] = str,
+        owners: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """`rules`: the fields of `LoadRules` that act, by name. Other arguments are as of
-        `ModicumReader`."""
-        self._model = model
+        """Opens headers and index.
+
+        Args:
+            source, model: as of `ModicumReader`.
+            options: `rules`, the fields of `LoadRules` that act, by name; `staging` and `ledger` of
+                `MemoryPolicy`.
+            key_of: returns the state dict's key of a tensor's name.
+            owners: for an optimizer's state: the parameters by name; the tensor NAME.KEY belongs to
+                the parameter NAME. None: the tensors are those of the model.
+        """
+        self._model, self._key_of, self._owners = model, key_of, owners
+        rules: Mapping[str, Any] = options["rules"]
         self._names = {name: rules[name] for name in ("missing", "unexpected", "key_mapping")}
         self._caller_recipe = given_recipe(rules["recipe"], self._names)
-        self._staging, self._ledger = staging, ledger or _modicum.Ledger()
+        self._staging, self._ledger = options["staging"], options["ledger"] or _modicum.Ledger()
         self._buffers = rules["buffers"]
         self.checkpoint_id = source
         self._checkpoint = _modicum.open_checkpoint(source)
@@ -157,14 +164,15 @@ class FilesReader:
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
-        """The targets, by each name under which a state dict may have them: canonical names, and
-        names with the prefixes of wrappers."""
+        """The targets, by each key under which a state dict may have them: those of canonical
+        names, and of names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
         for target in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[target["alias_of"] or target["name"]]
             targets[target["name"]] = Target(node, target["dtype"], tuple(target["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
-        return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
+        targets |= {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
+        return {self._key_of(name): target for name, target in targets.items()}
 
     def _remember(self, read: set[str]) -> None:
         if self._model is not None:
@@ -202,10 +210,13 @@ class FilesReader:
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        """The model's parameters by name. FSDP2 knows its shards by parameter object; a state dict
-        has other tensor objects of the same memory."""
-        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
-        return {canonical(name): parameter for name, parameter in named}
+        """By key of a tensor the parameter of the same sharding. FSDP2 knows its shards by
+        parameter object; a state dict has other tensor objects of the same memory."""
+        found = _parameters_of(self._model)
+        if self._owners is not None:
+            owners = {name: name.rpartition(".")[0] for name in self._checkpoint.stored}
+            found = {n: self._owners[owner] for n, owner in owners.items() if owner in self._owners}
+        return {self._key_of(name): parameter for name, parameter in found.items()}
 
     # ---- the load
 
@@ -241,38 +252,6 @@ class FilesReader:
         self._compared = loaded.outcome["compared"]
 
 
-class _Part(FilesReader):
-    """A reader of one part of a checkpoint, with tensors under the keys of the state dict."""
-
-    def __init__(
-        self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **options: Any
-    ) -> None:
-        """`keys`: returns the key of a tensor's name."""
-        self._key = keys
-        super().__init__(source, model, **options)
-
-    def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
-        return {self._key(name): target for name, target in super()._targets_of(recipe).items()}
-
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        return {self._key(name): parameter for name, parameter in super()._parameters().items()}
-
-
-class _State(_Part):
-    """A reader of an optimizer's state: the tensor NAME.KEY belongs to the parameter NAME."""
-
-    parameters: Mapping[str, nn.Parameter]
-
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        names = self._checkpoint.stored
-        owners = {name: self.parameters.get(name.rpartition(".")[0]) for name in names}
-        return {
-            self._key(name): parameter
-            for name, parameter in owners.items()
-            if parameter is not None
-        }
-
-
 class StateDictReader:
     """Reads a checkpoint that `ModicumWriter` has written."""
 
@@ -280,15 +259,11 @@ class StateDictReader:
         self,
         root: Source,
         model: nn.Module | None,
-        *,
-        rules: Mapping[str, Any],
-        staging: Size | None,
-        ledger: _modicum.Ledger | None,
+        options: Mapping[str, Any],
     ) -> None:
         """`root`: a checkpoint of Modicum, or a run. Other arguments are as of `FilesReader`;
         `rules` has the defaults."""
-        self._model = model
-        self._options: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
+        self._model, self._options = model, options
         self._open(Path(root))
 
     def _open(self, root: Path) -> None:
@@ -309,7 +284,7 @@ class StateDictReader:
         facts = _facts_of(chosen)
         at = facts.model_at
         self._parts = [
-            _Part(path, self._model, lambda name: flat_key((*at, name)), **self._options)
+            FilesReader(path, self._model, self._options, lambda name: flat_key((*at, name)))
         ]
         self._values = facts.values
         if facts.optim_at is not None:
@@ -320,7 +295,8 @@ class StateDictReader:
             return flat_key((*at, "state", name))
 
         if chosen.facts["has_state"]:
-            self._parts.append(self._state_of(chosen.path, key_of))
+            folder, owners = chosen.path / "optimizer", _parameters_of(self._model)
+            self._parts.append(FilesReader(folder, None, self._options, key_of, owners))
         numbers = numbers_of(text_in(chosen.files[STATE], STATE))
         for fqn, entry_numbers in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): value for key, value in entry_numbers.items()}
@@ -330,12 +306,6 @@ class StateDictReader:
             for name in names:
                 for option, value in group.items():
                     self._values[flat_key((*at, "param_groups", name, option))] = value
-
-    def _state_of(self, path: Path, keys: Callable[[str], str]) -> _State:
-        part = _State(path / "optimizer", None, keys, **self._options)
-        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
-        part.parameters = {canonical(name): parameter for name, parameter in named}
-        return part
 
     def read_metadata(self) -> Metadata:
         """One chunk per tensor: the whole tensor."""
@@ -406,6 +376,12 @@ class StateDictReader:
         tensor = planner.resolve_tensor(item).detach()
         tensor.copy_(value)
         planner.commit_tensor(item, tensor)
+
+
+def _parameters_of(model: nn.Module | None) -> dict[str, nn.Parameter]:
+    """The model's parameters by name; none without a model."""
+    named = [] if model is None else model.named_parameters(remove_duplicate=False)
+    return {canonical(name): parameter for name, parameter in named}
 
 
 @contextmanager
