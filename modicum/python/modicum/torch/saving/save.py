@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,14 @@ def save(
             not visible. Only if a rank dies while rank 0 publishes, the others may raise this error
             although it is: `resume` finds it.
     """
-    arguments = Arguments(
-        run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory, "save"
-    )
-    saved = _save(model, arguments)
+
+    def ask(sigterm: Sigterm) -> SaveRequest:
+        return _request(
+            "save", options, memory, root=run, step=step, keep=keep, budget=budget, extra=extra,
+            per_rank=extra_per_rank, sigterm=sigterm,
+        )  # fmt: skip
+
+    saved = _save(model, optimizer, _grace(options), ask)
     assert isinstance(saved, SaveReport)
     return saved
 
@@ -106,54 +110,49 @@ def async_save(
         model, run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory: as for
             `save`.
     """
-    arguments = Arguments(
-        run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory, "async_save"
-    )
-    saving = _save(model, arguments)
+
+    def ask(sigterm: Sigterm) -> SaveRequest:
+        return _request(
+            "async_save", options, memory, root=run, step=step, keep=keep, budget=budget,
+            extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
+        )  # fmt: skip
+
+    saving = _save(model, optimizer, _grace(options), ask)
     assert isinstance(saving, AsyncSave)
     return saving
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `save` and `async_save`."""
-
-    run: str | Path
-    step: int
-    optimizer: torch.optim.Optimizer | None
-    extra: Any
-    extra_per_rank: Any
-    keep: int | None
-    budget: Size | None
-    options: SaveOptions | None
-    memory: MemoryPolicy | None
-    function: str
-
-    @property
-    def grace(self) -> float | None:
-        return self.options.grace if isinstance(self.options, SaveOptions) else None
-
-    def ask(self, sigterm: Sigterm) -> SaveRequest:
-        """Raises `UsageError` for a wrong argument, on the ranks that have it."""
-        options = read_options(self.function, SaveOptions, self.options)
-        holding = read_options(self.function, MemoryPolicy, self.memory, ("staging", "ledger"))
-        ledger, budget = taken(holding["ledger"], self.budget)
-        names = ("source", "dtype", "shard_size", "unused", "adapters", "replicas")
-        is_background = self.function == "async_save"
-        form = Form(
-            **{name: options[name] for name in names}, staging=holding["staging"],
-            background=is_background,
-        )  # fmt: skip
-        return SaveRequest(
-            root_of(self.run), self.step, self.keep, form, ledger, budget, self.extra,
-            self.extra_per_rank, sigterm,
-        )  # fmt: skip
+def _grace(options: Any) -> float | None:
+    return options.grace if isinstance(options, SaveOptions) else None
 
 
-def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
+def _request(
+    function: str, options: SaveOptions | None, memory: MemoryPolicy | None, **values: Any
+) -> SaveRequest:
+    """The arguments of a save. `values`: fields of `SaveRequest`. Raises `UsageError` for a wrong
+    argument, on the ranks that have it."""
+    files = read_options(function, SaveOptions, options)
+    holding = read_options(function, MemoryPolicy, memory, ("staging", "ledger"))
+    ledger, values["budget"] = taken(holding["ledger"], values["budget"])
+    names = ("source", "dtype", "shard_size", "unused", "adapters", "replicas")
+    form = Form(
+        **{name: files[name] for name in names}, staging=holding["staging"],
+        background=function == "async_save",
+    )  # fmt: skip
+    values["root"] = root_of(values["root"])
+    return SaveRequest(form=form, ledger=ledger, **values)
+
+
+def _save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    grace: float | None,
+    ask_of: Callable[[Sigterm], SaveRequest],
+) -> SaveReport | AsyncSave:
+    """`ask_of`: returns the arguments. It is called where all ranks raise its error."""
     called = time.monotonic()
     in_flight.finish()
-    flight, sigterm = CheckpointInFlight(), Sigterm(arguments.grace)
+    flight, sigterm = CheckpointInFlight(), Sigterm(grace)
     with ExitStack() as stack:
         stack.push(sigterm.leave)
         stack.callback(flight.end)
@@ -162,17 +161,15 @@ def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
         ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
         in_flight.deliver()
         sigterm.hold()
-        ask = arguments.ask(sigterm)
-        model = inside_ddp(model)
+        ask = ask_of(sigterm)
+        model, optimizer = inside_ddp(model), unwrapped(optimizer)
         if ask.form.source is None:
             model = loaded_in(model)
-        begun = _begun(model, unwrapped(arguments.optimizer), ask, ranks, flight)
-        if begun.planned.snapshot is not None:
-            saving = AsyncSave(begun, partial(_finished, model, begun), sigterm)
-            return saving._start(stack.pop_all(), time.monotonic() - called)
-        saved = _finished(model, begun, begun.write())
-        _warn(saved, ranks)
-    return saved
+        if not ask.form.background:
+            return save_together(model, optimizer, ask, ranks, flight)
+        begun = _begun(model, optimizer, ask, ranks, flight)
+        saving = AsyncSave(begun, partial(_finished, model, begun), sigterm)
+        return saving._start(stack.pop_all(), time.monotonic() - called)
 
 
 def save_together(
