@@ -362,9 +362,7 @@ def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
 
 def test_options_that_are_null_are_damage(tmp_path: Path) -> None:
     """Not the options of a checkpoint that has none."""
-    found = resume_module.FoundCheckpoint(
-        tmp_path, {}, {groups.FILE: b"null"}, is_newest=True, load_arguments={}
-    )
+    found = choosing.ChosenCheckpoint(tmp_path, {}, {groups.FILE: b"null"}, is_newest=True)
     assert found.has_options
     with pytest.raises(IntegrityError, match="not what Modicum writes"):
         _ = found.state

@@ -1,17 +1,19 @@
 """Chooses the saved checkpoint to read: rank 0 decides, and all ranks read the
 same."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.errors import Error, failure
+from modicum.errors import Error, failure, refusal
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving import groups, tensor_state
 from modicum.torch.saving.shared import is_gone, require_same, seen_by_all
-from modicum.torch.saving.texts import read_files
+from modicum.torch.saving.texts import json_in, read_files, text_in
+from modicum.walk.optimizer_class import class_text
 
 NamesFor = Callable[[Path, dict[str, Any]], list[str]]
 """Returns the names of those files with other things than weights and state that a rank reads, from
@@ -30,6 +32,29 @@ class ChosenCheckpoint:
     lists one, it is here, though another process may remove the checkpoint meanwhile."""
     is_newest: bool
     """Whether it is the newest checkpoint of a run, not one that the caller named."""
+    load_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """In a resume the arguments of `load_by`, by name."""
+
+    @property
+    def state(self) -> str:
+        """The text of state.json. Trainer's checkpoints of modicum 0.1 have groups.json alone for
+        an optimizer whose state had no tensors."""
+        if tensor_state.FILE in self.files:
+            return text_in(self.files[tensor_state.FILE], tensor_state.FILE)
+        if self.has_options:
+            return tensor_state.text(class_text(groups.kind_in(self.options)), {})
+        what = "the checkpoint holds no optimizer state to go on from"
+        raise refusal("MISMATCH", what, file=self.path.name)
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the checkpoint has options of groups: a run of the command line saves none."""
+        return groups.FILE in self.files
+
+    @property
+    def options(self) -> Any:
+        """The document of the options of parameter groups."""
+        return json_in(self.files[groups.FILE], groups.FILE)
 
 
 def chosen_checkpoint(

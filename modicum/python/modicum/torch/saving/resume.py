@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving import extra, groups, tensor_state
+from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
 from modicum.torch.saving.adapters import FILE, recipe_of_checkpoint
-from modicum.torch.saving.choosing import chosen_checkpoint, removed, skip
+from modicum.torch.saving.choosing import ChosenCheckpoint, chosen_checkpoint, removed, skip
 from modicum.torch.saving.report import ResumeReport
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.tensor_state import FILE as STATE
@@ -49,10 +49,8 @@ from modicum.torch.saving.tensor_state import (
     require_dtypes,
     require_kind,
 )
-from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.arguments import root_of
-from modicum.walk.optimizer_class import class_text
 
 
 @refuse_old_keywords(LoadRules, MemoryPolicy)
@@ -109,6 +107,8 @@ def resume(
 _RULING = ("keep_fp32", "missing", "unexpected", "key_mapping", "recipe", "buffers")
 """The fields of `LoadRules` that act in a resume."""
 _DEFAULTS = arguments_in("resume")
+_NOT_COMPARED: Mapping[str, Any] = {"compared_bytes": 0, "not_compared": []}
+"""`compared_by_all` of no tensor."""
 
 
 def resume_by(
@@ -167,7 +167,7 @@ def _is_removed(path: Path) -> bool:
         return any(ranks.gather(is_gone(path)))
 
 
-def _is_skipped(found: "FoundCheckpoint", error: Error, skipped: list[dict[str, Any]]) -> bool:
+def _is_skipped(found: ChosenCheckpoint, error: Error, skipped: list[dict[str, Any]]) -> bool:
     """Whether the checkpoint is damaged, and an older one of its root may take its place; adds it
     to `skipped` then. Collective."""
     if not is_damage(error) or not found.is_newest:
@@ -180,7 +180,7 @@ def _is_skipped(found: "FoundCheckpoint", error: Error, skipped: list[dict[str, 
 
 
 def _resume_from(
-    found: "FoundCheckpoint",
+    found: ChosenCheckpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     begin: float,
@@ -192,18 +192,18 @@ def _resume_from(
         report = load_by(lambda: arguments | {"optimizer": declared}, model, files)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with outside_inference(model), Ranks.of_world().together() as ranks:
-        state = LoadedState(0, 0, [])
+        state_read, compared = 0, _NOT_COMPARED
         if optimizer is not None:
-            state = load_state(model, optimizer, found, arguments["ledger"], ranks)
-            read += sum(ranks.gather(state.read_bytes))
+            state_read, compared = load_state(model, optimizer, found, arguments["ledger"], ranks)
+            read += sum(ranks.gather(state_read))
         saved_by = found.facts["world_size"]
         common, by_rank = extra.values_of(found.files, saved_by, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return ResumeReport(
         step=found.facts["step"], path=str(found.path), skipped=found.facts["skipped"],
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=by_rank,
-        compared_bytes=report.compared_bytes + state.compared_bytes,
-        not_compared=[*report.not_compared, *state.not_compared],
+        compared_bytes=report.compared_bytes + compared["compared_bytes"],
+        not_compared=[*report.not_compared, *compared["not_compared"]],
     )  # fmt: skip
 
 
@@ -223,44 +223,8 @@ def _reading(model: nn.Module, path: Path, arguments: dict[str, Any]) -> Iterato
         yield path / FILE
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """The checkpoint to resume from."""
-
-    path: Path
-    facts: dict[str, Any]
-    """The dict that `_modicum.newest_checkpoint` returns."""
-    files: dict[str, bytes]
-    """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
-    is_newest: bool
-    """As in `ChosenCheckpoint`."""
-    load_arguments: Mapping[str, Any]
-    """The arguments of `load_by`, by name."""
-
-    @property
-    def state(self) -> str:
-        """The text of state.json. Trainer's checkpoints of modicum 0.1 have groups.json alone for
-        an optimizer whose state had no tensors."""
-        if STATE in self.files:
-            return text_in(self.files[STATE], STATE)
-        if self.has_options:
-            return tensor_state.text(class_text(groups.kind_in(self.options)), {})
-        what = "the checkpoint holds no optimizer state to go on from"
-        raise refusal("MISMATCH", what, file=self.path.name)
-
-    @property
-    def has_options(self) -> bool:
-        """Whether the checkpoint has options of groups: a run of the command line saves none."""
-        return groups.FILE in self.files
-
-    @property
-    def options(self) -> Any:
-        """The document of the options of parameter groups."""
-        return json_in(self.files[groups.FILE], groups.FILE)
-
-
 def _declared(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: FoundCheckpoint
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: ChosenCheckpoint
 ) -> list[AdamW | StateToRead]:
     """What the promise of the model's load includes for the optimizer's state, which that load
     requires to fit the optimizer. Collective."""
@@ -289,7 +253,7 @@ def _declared(
     return [StateToRead(needed, require)]
 
 
-def saved_state(found: FoundCheckpoint) -> SavedState:
+def saved_state(found: ChosenCheckpoint) -> SavedState:
     """The optimizer's state in the checkpoint."""
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     state = _modicum.open_checkpoint(folder)
@@ -301,7 +265,7 @@ def find(
     optimizer: torch.optim.Optimizer | None,
     skipped: list[dict[str, Any]],
     arguments: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
-) -> FoundCheckpoint:
+) -> ChosenCheckpoint:
     """Waits for a save in the background. Then rank 0 finds the checkpoint, and all ranks check
     that it has what the optimizer needs. Collective.
 
@@ -320,8 +284,8 @@ def find(
             texts = [name for name in texts if (path / name).exists()]
             return texts + extra.names_for(path, facts["world_size"], ranks.rank, ranks.world_size)
 
-        chosen = chosen_checkpoint(root, ranks, names_for, skipped)
-        found = FoundCheckpoint(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
+        found = chosen_checkpoint(root, ranks, names_for, skipped)
+        found = replace(found, load_arguments=named)
         if optimizer is not None:
             _require_same(optimizer, found.state)
     return found
@@ -348,27 +312,17 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
     return None
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """The outcome of loading an optimizer's state."""
-
-    read_bytes: int
-    """Bytes read by this rank."""
-    compared_bytes: int
-    not_compared: list[str]
-    """Of all ranks, as in `ResumeReport`."""
-
-
 @torch.no_grad()
 def load_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    found: FoundCheckpoint,
+    found: ChosenCheckpoint,
     ledger: _modicum.Ledger,
     ranks: Ranks,
-) -> LoadedState:
+) -> tuple[int, Mapping[str, Any]]:
     """Reads this rank's part of the state in `found`, which was found for `optimizer`, and compares
-    the state with the checkpoint's record. Collective."""
+    the state with the checkpoint's record. Collective. Returns the number of bytes that this rank
+    has read, and `compared_by_all` of the state."""
     whole = Model.of(model)
     names = whole.names
     saved = saved_state(found)
@@ -387,9 +341,9 @@ def load_state(
         else:
             outcome = load_tensors(optimizer, names, saved, ledger, ranks)
         if outcome is None:
-            return LoadedState(0, 0, [])
+            return 0, _NOT_COMPARED
         compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
-    return LoadedState(outcome["storage_read_bytes"], **compared)
+    return outcome["storage_read_bytes"], compared
 
 
 def _load_adamw(
