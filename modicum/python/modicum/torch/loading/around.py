@@ -5,23 +5,15 @@ the loads, saves and resumes that a script calls in it, and is told which models
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from torch import nn
 
 from modicum import _modicum
 from modicum.torch.loading.planning import Size
 
-
-@dataclass(frozen=True)
-class _CallContext:
-    ledger: _modicum.Ledger | None = None
-    budget: Size | None = None
-    loaded: Callable[[nn.Module], None] | None = None
-
-
-_OUTSIDE = _CallContext()
-_around: ContextVar[_CallContext] = ContextVar("modicum_around", default=_OUTSIDE)
+_Context = tuple[_modicum.Ledger | None, Size | None, Callable[[nn.Module], None] | None]
+"""The arguments of `giving`."""
+_around: ContextVar[_Context] = ContextVar("modicum_around", default=(None, None, None))
 
 
 @contextmanager
@@ -32,7 +24,7 @@ def giving(
 ) -> Iterator[None]:
     """A context whose calls take `ledger` and `budget`. Calls `loaded` with each model after its
     load. The innermost context applies."""
-    token = _around.set(_CallContext(ledger, budget, loaded))
+    token = _around.set((ledger, budget, loaded))
     try:
         yield
     finally:
@@ -44,13 +36,14 @@ def taken(
 ) -> tuple[_modicum.Ledger, Size | None]:
     """The arguments `ledger` and `budget` of a call: its own, or those of the context around it. A
     ledger of its own has a limit of its own, so the context's budget does not apply to it."""
-    outer = _around.get()
+    outer_ledger, outer_budget, _ = _around.get()
     if ledger is None and budget is None:
-        budget = outer.budget
-    return ledger or outer.ledger or _modicum.Ledger(), budget
+        budget = outer_budget
+    return ledger or outer_ledger or _modicum.Ledger(), budget
 
 
 def note_loaded(model: nn.Module) -> None:
     """Tells the context around the call that a model was loaded."""
-    if (loaded := _around.get().loaded) is not None:
+    _, _, loaded = _around.get()
+    if loaded is not None:
         loaded(model)

@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,18 +62,10 @@ class StateToRead:
 
     needed: Mapping[str, int]
     """Bytes by purpose that it takes on this rank."""
-    require: "Callable[[Model, LaterParameters], None]"
-    """Called before the load begins. Raises `UsageError` if the state is not that of the
+    require: Callable[[Model, Mapping[int, torch.dtype], Sequence[Needs]], None]
+    """Called before the load begins with the dtype that each parameter will have, by its id, and
+    what each `modicum.torch.AdamW` will need. Raises `UsageError` if the state is not that of the
     parameters."""
-
-
-class LaterParameters(NamedTuple):
-    """The parameters as they will be after the load."""
-
-    dtypes: Mapping[int, torch.dtype]
-    """By id of a parameter that is loaded."""
-    needs: Sequence[Needs]
-    """Of each `modicum.torch.AdamW`."""
 
 
 def later_of(argument: Any) -> StateToRead | None:
@@ -182,7 +174,7 @@ def plan_of(
     needs = _needs_of(options, places)
     if options.later is not None:
         dtypes = {id(place.entry.tensor): place.dtype for place in places}
-        options.later.require(model, LaterParameters(dtypes, needs))
+        options.later.require(model, dtypes, needs)
     files, refused = _state_files(needs, model, ranks)
     warning = f"the memory of a save is not predicted: {refused}" if refused else ""
     if warning and ranks.rank == 0:

@@ -2,7 +2,7 @@
 load overwrites in place, may be partly overwritten."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
                 ledger,
                 given={t: as_bytes(s) for t, s in host_storages.items() if s.numel() > 0},
                 copy=copying_into(copied) if copied else None,
-                caller=_Maker(planned),
+                caller=_maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,
                 threads=cpus_of_rank(planned.ranks_per_node),
                 check=options.check,
@@ -104,20 +104,20 @@ def _storages_of(planned: PlannedLoad) -> Storages:
     return storages
 
 
-class _Maker:
-    """Makes tensors by the model's own rules when the load asks for them; keeps only the last."""
+def _maker(planned: PlannedLoad) -> Callable[[int], torch.Tensor]:
+    """A function that makes tensors by the model's own rules when the load asks for them; it keeps
+    only the last one."""
+    goal = planned.goal
+    last: dict[str, torch.Tensor] = {}
 
-    def __init__(self, planned: PlannedLoad) -> None:
-        self._goal, self._initialiser = planned.goal, planned.initialiser
-        self._name, self._last = "", torch.empty(0)
+    def make(ordinal: int) -> torch.Tensor:
+        name = goal.callers[ordinal]
+        if name not in last:
+            last.clear()  # freed before the next one is made
+            last[name] = planned.initialiser.whole(name, goal.dtypes[name])
+        return as_bytes(last[name])
 
-    def __call__(self, ordinal: int) -> torch.Tensor:
-        name = self._goal.callers[ordinal]
-        if self._name != name:
-            self._name, self._last = "", torch.empty(0)  # freed before the next one is made
-            self._last = self._initialiser.whole(name, self._goal.dtypes[name])
-            self._name = name
-        return as_bytes(self._last)
+    return make
 
 
 def _pin(model: Model, loaded: _modicum.Loaded) -> None:

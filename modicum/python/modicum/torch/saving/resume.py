@@ -30,9 +30,10 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import arguments_in, load_by, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.overwritten import fill_undefined, overwriting
-from modicum.torch.loading.planning import LaterParameters, Size, StateToRead
+from modicum.torch.loading.planning import Size, StateToRead
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.promise import Needs
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
@@ -231,13 +232,13 @@ def _declared(
     if optimizer is None:
         return []
 
-    def require(whole: Model, later: LaterParameters) -> None:
+    def require(whole: Model, dtypes: Mapping[int, torch.dtype], needs: Sequence[Needs]) -> None:
         if found.has_options:
             groups.matching(optimizer, found.options, whole.names)
         saved = saved_state(found)
         if not isinstance(optimizer, AdamW):
-            require_dtypes(optimizer, whole.names, saved, later.dtypes)
-        elif stored := later.needs[0].stored(whole.names):
+            require_dtypes(optimizer, whole.names, saved, dtypes)
+        elif stored := needs[0].stored(whole.names):
             saved = saved._replace(facts=facts_for(optimizer, saved.facts))
             _require_trained(stored, saved, whole.names)
             _modicum.require_state(saved.tensors, stored, not is_torchs(found.state))
