@@ -38,7 +38,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.choosing import ChosenCheckpoint, chosen_checkpoint
 from modicum.torch.saving.extra import COMMON, common_of
 from modicum.torch.saving.shared import is_gone
-from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
+from modicum.torch.saving.state_dicts import SplitStateDict, facts_in, flat_key
 from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import numbers_of
 from modicum.torch.saving.texts import json_in, read_files, text_in
@@ -287,10 +287,14 @@ class StateDictReader:
             FilesReader(path, self._model, self._options, lambda name: flat_key((*at, name)))
         ]
         self._values = facts.values
-        if facts.optim_at is not None:
-            self._open_state(chosen, facts.optim_at, facts)
+        if facts.optim is not None:
+            self._open_state(chosen, facts, facts.optim["param_groups"])
 
-    def _open_state(self, chosen: ChosenCheckpoint, at: Place, facts: Facts) -> None:
+    def _open_state(
+        self, chosen: ChosenCheckpoint, facts: SplitStateDict, param_groups: list[dict[str, Any]]
+    ) -> None:
+        at = facts.optim_at
+
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
@@ -300,7 +304,7 @@ class StateDictReader:
         numbers = numbers_of(text_in(chosen.files[STATE], STATE))
         for fqn, entry_numbers in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): value for key, value in entry_numbers.items()}
-        for index, group in enumerate(facts.param_groups):
+        for index, group in enumerate(param_groups):
             # A flattened state dict has the options by parameter name, others by group index.
             names = group.pop("params") if facts.is_flat else [index]
             for name in names:
@@ -413,9 +417,10 @@ def is_written(path: Path) -> bool:
     return facts_in(common_of(document), COMMON) is not None
 
 
-def _facts_of(chosen: ChosenCheckpoint) -> Facts:
+def _facts_of(chosen: ChosenCheckpoint) -> SplitStateDict:
     """The facts about the state dict that `ModicumWriter` has saved."""
-    facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
+    document = json_in(chosen.files.get(COMMON, b"{}"), COMMON)
+    facts = facts_in(common_of(document), COMMON)
     if facts is None:
         what = "the checkpoint was not written by ModicumWriter: read its model by its own "
         what += "directory, or resume it by modicum.torch.resume"

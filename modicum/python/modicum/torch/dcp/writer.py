@@ -34,9 +34,9 @@ from modicum.torch.saving.planning import (
 )
 from modicum.torch.saving.running import publish, write
 from modicum.torch.saving.state_dicts import (
-    NamedTensors,
     SplitStateDict,
     common_facts,
+    entries_of,
     goal_as_stored,
     groups_text,
     nested,
@@ -215,19 +215,19 @@ class ModicumWriter(StorageWriter, AsyncStager):
             ask.facts() | {"argument source": str(self._form.source)} | common_facts(parts)
         )
         model = None if self._model is None else Model.of(self._model, reshards=True)
-        named = NamedTensors({canonical(name): t for name, t in parts.model.items()}, model)
+        tensors = {canonical(name): tensor for name, tensor in parts.model.items()}
         if model is None:
-            goal = goal_as_stored(named.tensors, self._form.source, ranks)
+            goal = goal_as_stored(tensors, self._form.source, ranks)
         else:
             source = None if self._form.source is None else Path(self._form.source)
             origin = origin_of(model.module)
             goal = goal_of(model, ranks, source, origin, self._form.unused)
-        writing = writing_of_named(named, goal, ranks, self._form)
+        writing = writing_of_named(tensors, model, goal, ranks, self._form)
         texts = [("extra/extra.json", ask.common or "")]
         state: StateWriting | None = None
         if parts.optim is not None:
             kind = class_text(None if self._optimizer is None else type(self._optimizer).__name__)
-            entries = named.entries(parts.optim["state"])
+            entries = entries_of(parts.optim["state"], tensors, model)
             found = writing_of_entries(entries, kind, ranks, self._form)
             state = state_of(found, texts, ranks)
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))

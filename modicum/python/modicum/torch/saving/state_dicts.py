@@ -15,7 +15,7 @@ state dict without a model's tensors is refused.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,19 +70,10 @@ class SplitStateDict:
         return {KEY: facts}
 
 
-class Facts(NamedTuple):
-    """What `SplitStateDict.facts` has saved."""
-
-    model_at: Place
-    values: dict[str, Any]
-    optim_at: Place | None
-    param_groups: list[dict[str, Any]]
-    is_flat: bool
-
-
-def facts_in(extra: Any, file: str) -> Facts | None:
-    """The facts in the `extra` of a checkpoint; None without facts. Raises `IntegrityError`, which
-    names `file`, for others than `SplitStateDict.facts` gives."""
+def facts_in(extra: Any, file: str) -> SplitStateDict | None:
+    """The parts that the facts in the `extra` of a checkpoint describe, without tensors; None
+    without facts. Raises `IntegrityError`, which names `file`, for others than
+    `SplitStateDict.facts` gives."""
     if not isinstance(extra, dict) or KEY not in extra:
         return None
     found = extra[KEY]
@@ -90,9 +81,10 @@ def facts_in(extra: Any, file: str) -> Facts | None:
         at = found.get("optim")
         saved = found.get("param_groups", [])
         param_groups = [{**group, "params": [*group["params"]]} for group in saved]
-        return Facts(
-            (*found["model"],), {**found["values"]}, None if at is None else (*at,), param_groups,
-            found.get("flat") is True,
+        optim = None if at is None else {"state": {}, "param_groups": param_groups}
+        return SplitStateDict(
+            {}, (*found["model"],), optim, (*(at or ()),), {**found["values"]},
+            is_flat=found.get("flat") is True,
         )  # fmt: skip
 
 
@@ -227,46 +219,31 @@ def groups_text(split_: SplitStateDict, kind: str) -> str:
 # ---- the model's files
 
 
-@dataclass(frozen=True)
-class NamedTensors:
-    """The model's tensors of a state dict, and the model itself if it is known."""
+def _parameter(name: str, model: Model | None) -> torch.Tensor | None:
+    """The tensor in the model, from which FSDP2's sharding is known; None without it."""
+    entry = None if model is None else model.tensors.get(name)
+    return None if entry is None else entry.tensor
 
-    tensors: Mapping[str, torch.Tensor]
-    model: Model | None
 
-    def parameter(self, name: str) -> torch.Tensor | None:
-        """The tensor in the model, from which FSDP2's sharding is known; None without it."""
-        entry = None if self.model is None else self.model.tensors.get(name)
-        return None if entry is None else entry.tensor
-
-    def held(self, name: str, shardings: Shardings) -> LocalTensor:
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            what = "the state dict lacks a tensor of the model: save all of model.state_dict()"
-            raise refusal("MISMATCH", what, tensor=name)
-        # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
-        parameter = self.parameter(name)
-        alias = parameter if isinstance(parameter, nn.Parameter) else None
-        sharding = shardings.of(tensor, name, alias_of=alias).unpadded()
-        is_buffer = parameter is not None and alias is None
-        return LocalTensor(local_of(tensor).detach(), sharding, tensor, comes_from_first=is_buffer)
-
-    def entries(self, state: Mapping[str, Any]) -> list[Entry]:
-        """The state of each parameter in an optimizer's state dict."""
-        entries: list[Entry] = []
-        for fqn, entry in state.items():
-            name = canonical(fqn)
-            parameter = self.parameter(name)
-            parameter = self.tensors.get(name) if parameter is None else parameter
-            if parameter is None and self.model is None:
-                # The state dict may have the parameter in parts, as torchtitan's fused
-                # projections. A moment is used instead: it has the same shape and sharding.
-                parameter = next(filter(_is_moment, entry.values()), None)
-            if parameter is None:
-                what = "the optimizer has a parameter that the model lacks"
-                raise refusal("MISMATCH", what, tensor=fqn)
-            entries.append((name, parameter, entry))
-        return entries
+def entries_of(
+    state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], model: Model | None
+) -> list[Entry]:
+    """The state of each parameter in an optimizer's state dict. `tensors`: the model's of the state
+    dict; `model`: the model itself if it is known."""
+    entries: list[Entry] = []
+    for fqn, entry in state.items():
+        name = canonical(fqn)
+        parameter = _parameter(name, model)
+        parameter = tensors.get(name) if parameter is None else parameter
+        if parameter is None and model is None:
+            # The state dict may have the parameter in parts, as torchtitan's fused projections. A
+            # moment is used instead: it has the same shape and sharding.
+            parameter = next(filter(_is_moment, entry.values()), None)
+        if parameter is None:
+            what = "the optimizer has a parameter that the model lacks"
+            raise refusal("MISMATCH", what, tensor=fqn)
+        entries.append((name, parameter, entry))
+    return entries
 
 
 def _is_moment(value: Any) -> bool:
@@ -296,16 +273,32 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 
 
-def writing_of_named(named: NamedTensors, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """The `Writing` of the state dict's tensors into files like those of the goal's checkpoint."""
+def writing_of_named(
+    tensors: Mapping[str, torch.Tensor], model: Model | None, goal: Goal, ranks: Ranks, form: Form
+) -> Writing:
+    """The `Writing` of the state dict's tensors into files like those of the goal's checkpoint.
+    `tensors` and `model`: as of `entries_of`."""
     shardings = Shardings()
     names = [target["name"] for target in goal.recipe.targets]
-    tensors = [named.held(name, shardings) for name in names]
-    left = sorted(named.tensors.keys() - set(names))
+    local_tensors = []
+    for name in names:
+        tensor = tensors.get(name)
+        if tensor is None:
+            what = "the state dict lacks a tensor of the model: save all of model.state_dict()"
+            raise refusal("MISMATCH", what, tensor=name)
+        # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
+        parameter = _parameter(name, model)
+        alias = parameter if isinstance(parameter, nn.Parameter) else None
+        sharding = shardings.of(tensor, name, alias_of=alias).unpadded()
+        is_buffer = parameter is not None and alias is None
+        local_tensors.append(
+            LocalTensor(local_of(tensor).detach(), sharding, tensor, comes_from_first=is_buffer)
+        )
+    left = sorted(tensors.keys() - set(names))
     if left:
         what = "the state dict has a tensor that the model lacks"
         raise refusal("MISMATCH", what, tensor=left[0])
-    return writing_of(goal.recipe, tensors, ranks, form)
+    return writing_of(goal.recipe, local_tensors, ranks, form)
 
 
 def common_facts(split_: SplitStateDict) -> dict[str, str]:
