@@ -16,8 +16,8 @@ from modicum.recipes.dtypes import FLOATS
 from modicum.walk.optimizer_class import class_text
 
 
-class StoredTensor(NamedTuple):
-    """A tensor of one of the directories."""
+class StoredValue(NamedTuple):
+    """A value of one of the directories."""
 
     directory: Directory
     key: str
@@ -26,8 +26,38 @@ class StoredTensor(NamedTuple):
     def tensor(self) -> DirectoryTensor:
         return self.directory.tensors[self.key]
 
+    @property
+    def place(self) -> Place:
+        return self.directory.places.get(self.key, (self.key,))
 
-_State = dict[tuple[str, str], StoredTensor]
+    @property
+    def is_option(self) -> bool:
+        """Whether it is an option of a parameter group, or the group's parameters."""
+        place = self.place
+        return len(place) > 2 and place[-3] == "param_groups" and isinstance(place[-2], int)
+
+    def option(self) -> Any:
+        """The option, as `read_pickle` returns it; a tensor of more than a number is not read."""
+        if self.key in self.directory.others:
+            return self.directory.value(self.key)
+        self.directory.compare([self.key])
+        return self.tensor if self.tensor.shape else self.number()
+
+    def number(self) -> float | int:
+        """The number in a tensor of one element. Raises `UsageError` for another dtype."""
+        data = bytearray(self.tensor.item_bytes)
+        self.directory.read(self.key, 0, memoryview(data))
+        try:
+            return number_of(self.tensor.dtype, data)
+        except ValueError:
+            what, expected = "the dtype of a number", "float32, float64, int32 or int64"
+            got = self.tensor.dtype
+            raise refusal(
+                "UNSUPPORTED", what, tensor=self.key, expected=expected, got=got
+            ) from None
+
+
+_State = dict[tuple[str, str], StoredValue]
 """The optimizer's tensors by (parameter, key)."""
 
 
@@ -76,7 +106,7 @@ def contents_of(
     for (fqn, key), entry in state.items():
         entry_numbers = numbers.setdefault(fqn, {})
         if not entry.tensor.shape:
-            entry_numbers[key] = [entry.tensor.dtype, _number(entry), []]
+            entry_numbers[key] = [entry.tensor.dtype, entry.number(), []]
     if optimizer is None:
         what = "modicum: the state does not name the class of its optimizer, so resume will refuse "
         warnings.warn(what + 'it: import it with optimizer="AdamW", or another class', stacklevel=3)
@@ -86,11 +116,11 @@ def contents_of(
     return Contents(weights, written, facts, texts, [*left_out])
 
 
-def _described(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _described(tensors: Mapping[str, StoredValue]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry.tensor.dtype, entry.tensor.shape) for name, entry in tensors.items()}
 
 
-def _reader(tensors: Mapping[str, StoredTensor]) -> Read:
+def _reader(tensors: Mapping[str, StoredValue]) -> Read:
     def read(name: str, first: int, view: memoryview) -> None:
         entry = tensors[name]
         entry.directory.read(entry.key, first, view)
@@ -98,19 +128,15 @@ def _reader(tensors: Mapping[str, StoredTensor]) -> Read:
     return read
 
 
-def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredTensor], _State]:
+def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredValue], _State]:
     """The model's tensors by name, and the optimizer's."""
-    state: list[tuple[Place, StoredTensor]] = []
-    model: list[tuple[Place, StoredTensor]] = []
-    for directory in directories:
-        for key in directory.tensors:
-            place = directory.places.get(key, (key,))
-            if _is_option(place):
-                continue
-            # The path of an optimizer's tensor has "state" before the parameter's name and a key.
-            (state if "state" in place[:-2] else model).append(
-                (place, StoredTensor(directory, key))
-            )
+    entries = [
+        StoredValue(directory, key) for directory in directories for key in directory.tensors
+    ]
+    tensors = [(entry.place, entry) for entry in entries if not entry.is_option]
+    # The path of an optimizer's tensor has "state" before the parameter's name and a key.
+    state = [(place, entry) for place, entry in tensors if "state" in place[:-2]]
+    model = [(place, entry) for place, entry in tensors if "state" not in place[:-2]]
     if state and not model:
         what = "the directory has no model"
         expected = "the directory above it, in which accelerate has pytorch_model_fsdp_0, too"
@@ -124,37 +150,18 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredTensor]
     return named, {(str(place[-2]), str(place[-1])): entry for place, entry in state}
 
 
-def _is_option(place: Place) -> bool:
-    """Whether a path is that of an option of a parameter group, or of the group's parameters."""
-    return len(place) > 2 and place[-3] == "param_groups" and isinstance(place[-2], int)
-
-
-class _Option(NamedTuple):
-    """A value of a parameter group."""
-
-    directory: Directory
-    place: Place
-
-    def value(self, key: str) -> Any:
-        """The value, as `read_pickle` returns it; a tensor of more than a number is not read."""
-        if key in self.directory.others:
-            return self.directory.value(key)
-        self.directory.compare([key])
-        entry = StoredTensor(self.directory, key)
-        return entry.tensor if entry.tensor.shape else _number(entry)
-
-
-def _options_of(directories: Iterable[Directory]) -> dict[str, _Option]:
+def _options_of(directories: Iterable[Directory]) -> dict[str, StoredValue]:
     """The values of parameter groups by key."""
-    return {
-        key: _Option(directory, place)
+    entries = [
+        StoredValue(directory, key)
         for directory in directories
-        for key, place in directory.places.items()
-        if _is_option(place) and (key in directory.others or key in directory.tensors)
-    }
+        for key in directory.places
+        if key in directory.others or key in directory.tensors
+    ]
+    return {entry.key: entry for entry in entries if entry.is_option}
 
 
-def _groups_of(options: Mapping[str, _Option]) -> tuple[list[Group], set[str]]:
+def _groups_of(options: Mapping[str, StoredValue]) -> tuple[list[Group], set[str]]:
     """The parameter groups, in order, and the keys of the values in them. A group without the names
     of its parameters is left out."""
     by_group: dict[Place, dict[str, str]] = {}
@@ -163,7 +170,7 @@ def _groups_of(options: Mapping[str, _Option]) -> tuple[list[Group], set[str]]:
     groups: list[Group] = []
     read: set[str] = set()
     for _, keys in sorted(by_group.items(), key=lambda item: item[0][-1]):
-        values = {name: options[key].value(key) for name, key in keys.items()}
+        values = {name: options[key].option() for name, key in keys.items()}
         params = values.get("params")
         if isinstance(params, list) and all(isinstance(name, str) for name in params):
             groups.append(Group(params, options_in(values)))
@@ -177,7 +184,7 @@ def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
     return refusal("UNSUPPORTED", fault, expected="one key", got=got)
 
 
-def _require_exact(model: Mapping[str, StoredTensor], state: _State, dtype: str | None) -> None:
+def _require_exact(model: Mapping[str, StoredValue], state: _State, dtype: str | None) -> None:
     """Raises `UsageError` if `dtype` rounds a parameter whose state is imported: a resume would go
     on from the rounded values."""
     for fqn, _ in state if dtype not in (None, "float32") else ():
@@ -186,14 +193,3 @@ def _require_exact(model: Mapping[str, StoredTensor], state: _State, dtype: str 
             what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
             what += "dtype, and convert the checkpoint with `modicum convert`"
             raise refusal("UNSUPPORTED", what, tensor=fqn, expected=weight_dtype, got=str(dtype))
-
-
-def _number(entry: StoredTensor) -> float | int:
-    data = bytearray(entry.tensor.item_bytes)
-    entry.directory.read(entry.key, 0, memoryview(data))
-    try:
-        return number_of(entry.tensor.dtype, data)
-    except ValueError:
-        what, expected = "the dtype of a number", "float32, float64, int32 or int64"
-        got = entry.tensor.dtype
-        raise refusal("UNSUPPORTED", what, tensor=entry.key, expected=expected, got=got) from None

@@ -74,22 +74,22 @@ def import_checkpoint(
     root, cast = root_of(run), dtype_text(dtype)
     number = None if step is None else integer("step", step, 0)
     path = Path(directory)
-    found = required(path)
-    _require_applies(found.kind, optimizer, state_format)
+    kind, paths = required(path)
+    _require_applies(kind, optimizer, state_format)
     with_state = optimizer != NO_OPTIMIZER
-    if found.kind == ZERO:
+    if kind == ZERO:
         opened = ZeroDirectory.open(path)
         number = opened.global_steps if number is None else number
         form = (state_format or zero_step.FORMATS[0]) if with_state else None
         contents = zero_step.contents_of(opened, source, form, cast)
     elif number is None:
-        what = f"step: a directory of {found.kind} tells no number"
+        what = f"step: a directory of {kind} tells no number"
         raise refusal("USAGE", what, expected="the number of the training step", got="None")
     else:
-        directories = [Directory.open(directory) for directory in found.directories]
-        kind = optimizer if with_state else None
-        contents = dcp_step.contents_of(directories, source, with_state, kind, cast)
-    return write_step(root, number, contents, budget, found.kind)
+        directories = [Directory.open(directory) for directory in paths]
+        cls = optimizer if with_state else None
+        contents = dcp_step.contents_of(directories, source, with_state, cls, cast)
+    return write_step(root, number, contents, budget, kind)
 
 
 def _require_applies(kind: str, optimizer: str | None, state_format: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from modicum.errors import failure, refusal
 from modicum.imports.dcp import FILE as METADATA
@@ -14,21 +13,15 @@ DCP, ACCELERATE, ZERO = "torch.distributed.checkpoint", "accelerate", "DeepSpeed
 _NAMES_SHOWN = 5
 
 
-class FoundDirectory(NamedTuple):
-    kind: str
-    """DCP, ACCELERATE or ZERO."""
-    directories: list[Path]
-    """With DCP and ACCELERATE the directories with `.metadata`, of which one has the model; with
-    ZERO the directory itself."""
-
-
-def recognised(path: Path) -> FoundDirectory | None:
-    """What `path` is, None if it is of no program that is known. Raises `IoError` if it is no
-    directory that can be listed, `UsageError` if it has several models or optimizers."""
+def recognised(path: Path) -> tuple[str, list[Path]] | None:
+    """What `path` is, DCP, ACCELERATE or ZERO, and its directories: those with `.metadata`, of
+    which one has the model; with ZERO `path` itself. None if it is of no program that is known.
+    Raises `IoError` if it is no directory that can be listed, `UsageError` if it has several models
+    or optimizers."""
     with reading(path):
         names = sorted(entry.name for entry in path.iterdir())
     if METADATA in names:
-        return FoundDirectory(DCP, [path])
+        return DCP, [path]
     inside = [name for name in names if os.path.exists(path / name / METADATA)]
     models = [name for name in inside if MODELS.fullmatch(name)]
     if models:
@@ -37,15 +30,15 @@ def recognised(path: Path) -> FoundDirectory | None:
             if len(folders) > 1:
                 what, got = "a directory of several models or optimizers", ", ".join(folders)
                 raise refusal("UNSUPPORTED", what, file=path.name, expected="one", got=got)
-        return FoundDirectory(ACCELERATE, [path / name for name in (*models, *optimizers)])
+        return ACCELERATE, [path / name for name in (*models, *optimizers)]
     if LATEST in names or any(
         pattern.fullmatch(name) for name in names for pattern in (MODEL_FILE, OPTIMIZER_FILE)
     ):
-        return FoundDirectory(ZERO, [path])
+        return ZERO, [path]
     return None
 
 
-def required(path: Path) -> FoundDirectory:
+def required(path: Path) -> tuple[str, list[Path]]:
     """As `recognised`; also raises `IoError` for a directory of no program that is known."""
     found = recognised(path)
     if found is not None:

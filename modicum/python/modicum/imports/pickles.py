@@ -132,11 +132,7 @@ def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
 _CONTAINERS = (list, tuple, Pairs, MadeObject, StorageReference)
 
 
-class _Mark:
-    pass
-
-
-_MARK = _Mark()
+_MARK = object()
 _NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 _TEXTS = ("BINUNICODE", "SHORT_BINUNICODE")
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
