@@ -33,7 +33,8 @@ import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch.accelerate.choice import Choice  # noqa: E402
-from modicum.torch.saving import choosing, groups, inside  # noqa: E402
+from modicum.torch.saving import choosing, inside  # noqa: E402
+from modicum.walk.saving import GROUPS_FILE  # noqa: E402
 
 resume_module = importlib.import_module("modicum.torch.saving.resume")
 
@@ -362,7 +363,7 @@ def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
 
 def test_options_that_are_null_are_damage(tmp_path: Path) -> None:
     """Not the options of a checkpoint that has none."""
-    found = choosing.ChosenCheckpoint(tmp_path, {}, {groups.FILE: b"null"}, is_newest=True)
+    found = choosing.ChosenCheckpoint(tmp_path, {}, {GROUPS_FILE: b"null"}, is_newest=True)
     assert found.has_options
     with pytest.raises(IntegrityError, match="not what Modicum writes"):
         _ = found.state

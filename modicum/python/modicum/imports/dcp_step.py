@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from modicum.errors import UsageError, refusal
+from modicum.errors import refusal
 from modicum.imports.archives import number_of
 from modicum.imports.dcp import Directory, DirectoryTensor, Place
-from modicum.imports.groups import FILE as GROUPS_FILE
-from modicum.imports.groups import NOT_OPTIONS, Group, options_in, text_of
+from modicum.imports.groups import Group, options_in, text_of
 from modicum.imports.streams import Contents, Read, Source, streams_of
-from modicum.recipes.dtypes import FLOATS
-from modicum.walk.optimizer_class import class_text
+from modicum.recipes.dtypes import require_exact
+from modicum.walk.saving import GROUPS_FILE, NOT_OPTIONS, class_text, not_under_one_key
 
 
 class StoredValue(NamedTuple):
@@ -92,7 +91,8 @@ def contents_of(
     else:
         left_out |= {entry.key for entry in state.values()}
         state = {}
-    _require_exact(model, state, dtype)
+    trained = ((fqn, model[fqn].tensor.dtype) for fqn, _ in state if fqn in model)
+    require_exact(dtype, trained)
     for directory in directories:
         used = (
             entry for entry in (*model.values(), *state.values()) if entry.directory is directory
@@ -145,7 +145,7 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredValue],
     for what, of_kind, ending in (("model", model, 1), ("optimizer", state, 2)):
         prefixes = {".".join(map(str, place[:-ending])) for place, _ in of_kind}
         if len(prefixes) > 1 or (not prefixes and what == "model"):
-            raise _not_under_one_key(what, prefixes)
+            raise not_under_one_key(what, prefixes)
     named = {str(place[-1]): entry for place, entry in model}
     return named, {(str(place[-2]), str(place[-1])): entry for place, entry in state}
 
@@ -176,20 +176,3 @@ def _groups_of(options: Mapping[str, StoredValue]) -> tuple[list[Group], set[str
             groups.append(Group(params, options_in(values)))
             read |= {keys[name] for name in (*groups[-1].options, *NOT_OPTIONS) if name in keys}
     return groups, read
-
-
-def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
-    got = ", ".join(sorted(prefix or "the top level" for prefix in prefixes)) or "no tensor"
-    fault = f"the tensors of one {what} are not under one key"
-    return refusal("UNSUPPORTED", fault, expected="one key", got=got)
-
-
-def _require_exact(model: Mapping[str, StoredValue], state: _State, dtype: str | None) -> None:
-    """Raises `UsageError` if `dtype` rounds a parameter whose state is imported: a resume would go
-    on from the rounded values."""
-    for fqn, _ in state if dtype not in (None, "float32") else ():
-        weight_dtype = model[fqn].tensor.dtype if fqn in model else dtype
-        if weight_dtype != dtype and weight_dtype in FLOATS:
-            what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
-            what += "dtype, and convert the checkpoint with `modicum convert`"
-            raise refusal("UNSUPPORTED", what, tensor=fqn, expected=weight_dtype, got=str(dtype))

@@ -1,12 +1,11 @@
 """The options of an optimizer's parameter groups, in the form of modicum.torch."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FILE = "optimizer/groups.json"
-NOT_OPTIONS = ("params", "param_names")
+from modicum.walk.saving import NOT_OPTIONS, groups_text
+
 _MOST_BITS = 64
 
 
@@ -36,10 +35,10 @@ def _is_option(value: Any) -> bool:
 
 
 def text_of(kind: str, groups: Iterable[Group]) -> str:
-    """The text of FILE. modicum.torch reads a list under "options" as a tuple, and takes lists from
-    "exact". `kind`: the name of the optimizer's class."""
-    documents: list[dict[str, Any]] = []
-    for group in groups:
-        exact = {key: value for key, value in group.options.items() if isinstance(value, list)}
-        documents.append({"params": group.names, "options": group.options, "exact": exact})
-    return json.dumps({"optimizer": kind, "groups": documents})
+    """The text of GROUPS_FILE. modicum.torch reads a list under "options" as a tuple, and takes
+    lists from "exact". `kind`: the name of the optimizer's class."""
+    return groups_text(kind, ((group.names, group.options, _lists(group)) for group in groups))
+
+
+def _lists(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.options.items() if isinstance(value, list)}

@@ -12,6 +12,7 @@ from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.imports.zero import Cut, ZeroDirectory, ZeroTensor
 from modicum.imports.zero_files import MASTER, MOMENTS
 from modicum.recipes.dtypes import FLOATS
+from modicum.walk.saving import GROUPS_FILE
 
 FORMATS = ("fp32", "fp32-split")
 """The formats of AdamW's state that can be made; the first one is the default."""
@@ -56,7 +57,7 @@ def contents_of(
     contents = Contents(weights, left_out=opened.others)
     if state_format is not None:
         state, facts = _state_of(opened, dtypes, formats, state_format)
-        texts = [(groups.FILE, groups.text_of("AdamW", opened.groups))]
+        texts = [(GROUPS_FILE, groups.text_of("AdamW", opened.groups))]
         contents = Contents(weights, state, facts, texts, opened.others)
     opened.compare(with_moments=state_format is not None)
     return contents

@@ -38,6 +38,17 @@ def dtype_name(dtype: Any) -> str:
     return _SAFETENSORS_DTYPES.get(name, name)
 
 
+def require_exact(asked: str | None, parameters: Iterable[tuple[str, str]]) -> None:
+    """Raises `UsageError` if the dtype `asked` of a save rounds one of the parameters, each as
+    (name, dtype), of an optimizer whose state is saved: a resume would go on from the rounded
+    values."""
+    for name, dtype in parameters:
+        if asked not in (None, dtype, "float32") and dtype in FLOATS:
+            what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
+            what += "dtype, and convert the checkpoint with `modicum convert`"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=asked or "")
+
+
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
     """An expression that matches if one of `patterns` does; None without patterns. For the lists in
     transformers' models, which are in Python's syntax; users' expressions are in RE2's, see

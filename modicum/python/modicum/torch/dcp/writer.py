@@ -49,7 +49,7 @@ from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
 from modicum.walk.arguments import root_of
-from modicum.walk.optimizer_class import class_text
+from modicum.walk.saving import GROUPS_FILE, class_text
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -230,7 +230,7 @@ class ModicumWriter(StorageWriter, AsyncStager):
             entries = entries_of(parts.optim["state"], tensors, model)
             found = writing_of_entries(entries, kind, ranks, self._form)
             state = state_of(found, texts, ranks)
-            texts.append(("optimizer/groups.json", groups_text(parts, kind)))
+            texts.append((GROUPS_FILE, groups_text(parts, kind)))
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)
         self._kept = (planned, ranks.world_size) if ranks.rank == 0 else None

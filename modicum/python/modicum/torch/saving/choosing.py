@@ -13,7 +13,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups, tensor_state
 from modicum.torch.saving.shared import is_gone, require_same, seen_by_all
 from modicum.torch.saving.texts import json_in, read_files, text_in
-from modicum.walk.optimizer_class import class_text
+from modicum.walk.saving import GROUPS_FILE, class_text
 
 NamesFor = Callable[[Path, dict[str, Any]], list[str]]
 """Returns the names of those files with other things than weights and state that a rank reads, from
@@ -49,12 +49,12 @@ class ChosenCheckpoint:
     @property
     def has_options(self) -> bool:
         """Whether the checkpoint has options of groups: a run of the command line saves none."""
-        return groups.FILE in self.files
+        return GROUPS_FILE in self.files
 
     @property
     def options(self) -> Any:
         """The document of the options of parameter groups."""
-        return json_in(self.files[groups.FILE], groups.FILE)
+        return json_in(self.files[GROUPS_FILE], GROUPS_FILE)
 
 
 def chosen_checkpoint(

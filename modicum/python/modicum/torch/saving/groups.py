@@ -1,7 +1,6 @@
 """The options of an optimizer's parameter groups in a saved checkpoint: its file
 optimizer/groups.json."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -10,12 +9,9 @@ import torch
 from modicum.errors import refusal
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.saving.values import decode, encode, is_scalar, plain
-
-FILE = "optimizer/groups.json"
-NOT_OPTIONS = ("params", "param_names")
+from modicum.walk.saving import GROUPS_FILE, NOT_OPTIONS, Options, groups_text
 
 Group = dict[str, Any]
-Options = Mapping[str, Any]
 
 
 def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
@@ -28,7 +24,7 @@ def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
 def text(kind: str, groups: Iterable[tuple[list[str], Options]]) -> str:
     """The text of groups.json. `kind`: the name of the optimizer's class; `groups`: the parameters
     and the options of each group."""
-    documents = []
+    documents: list[tuple[list[str], Options, Options]] = []
     for index, (params, options) in enumerate(groups):
         simple, exact = {}, {}
         for key, value in options.items():
@@ -39,8 +35,8 @@ def text(kind: str, groups: Iterable[tuple[list[str], Options]]) -> str:
                 simple[key] = _simple(value)
                 if encode(_option(simple[key]), "") == exact[key]:
                     del exact[key]
-        documents.append({"params": params, "options": simple, "exact": exact})
-    return json.dumps({"optimizer": kind, "groups": documents})
+        documents.append((params, simple, exact))
+    return groups_text(kind, documents)
 
 
 def restore(
@@ -52,7 +48,7 @@ def restore(
     """Sets the options of each group to the saved ones of the group with the same parameters, but
     those that are `left_out`. `document`: of a groups.json. Raises the errors of `matching`, and
     changes nothing."""
-    with as_damage(FILE):  # a tensor may be unable to have the value
+    with as_damage(GROUPS_FILE):  # a tensor may be unable to have the value
         for group, options in matching(optimizer, document, names):
             for key, value in options.items():
                 if key not in left_out:
@@ -80,7 +76,7 @@ def matching(
 
 def kind_in(document: Any) -> str:
     """The name of the optimizer's class in the document of a groups.json."""
-    with as_damage(FILE):
+    with as_damage(GROUPS_FILE):
         kind = document["optimizer"]
         if not isinstance(kind, str):
             raise TypeError(f"the optimizer is a {type(kind).__name__}")
@@ -90,11 +86,11 @@ def kind_in(document: Any) -> str:
 def _saved(document: Any) -> list[tuple[list[str], Options]]:
     """The parameters and the options of each group."""
     saved: list[tuple[list[str], Options]] = []
-    with as_damage(FILE):
+    with as_damage(GROUPS_FILE):
         for group in document["groups"]:
             params, simple, exact = group["params"], group["options"], group.get("exact", {})
             options = {key: _option(value) for key, value in simple.items()}
-            options |= {key: decode(value, FILE) for key, value in exact.items()}
+            options |= {key: decode(value, GROUPS_FILE) for key, value in exact.items()}
             if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
                 raise TypeError("params are no list of names")
             if not options.keys().isdisjoint(NOT_OPTIONS):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from modicum import _modicum
+from modicum.recipes.dtypes import require_exact
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.loading.planning import MIB, Options, Size, budget_of, in_pages
 from modicum.torch.optim.adamw import AdamW
@@ -23,6 +24,7 @@ from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, threads_of, writing_of_model
 from modicum.torch.saving.writing import StateWriting, adamw_writing, tensors_writing
 from modicum.walk.arguments import integer
+from modicum.walk.saving import GROUPS_FILE
 
 WINDOW_BYTES = 256 << 20
 """Per node: memory for copies of blocks that an optimizer step is about to overwrite before a save
@@ -131,10 +133,11 @@ def plan_of(
         writing = writing_of_model(model, goal, ranks, ask.form)
     state: StateWriting | None = None
     if optimizer is not None:
-        texts.append((groups.FILE, groups.text_of(optimizer, names)))
+        texts.append((GROUPS_FILE, groups.text_of(optimizer, names)))
     if isinstance(optimizer, AdamW):
         adamw_state = AdamWState(optimizer, names)
-        ask.form.require_exact((stored.fqn, stored.dtype) for stored in adamw_state.parameters)
+        trained = ((stored.fqn, stored.dtype) for stored in adamw_state.parameters)
+        require_exact(ask.form.dtype, trained)
         state = adamw_writing(adamw_state)
     elif optimizer is not None:
         state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts, ranks)

@@ -52,6 +52,7 @@ from modicum.torch.saving.tensor_state import (
 )
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.arguments import root_of
+from modicum.walk.saving import GROUPS_FILE
 
 
 @refuse_old_keywords(LoadRules, MemoryPolicy)
@@ -281,7 +282,7 @@ def find(
         ranks.agree_on({"argument run": str(root)})
 
         def names_for(path: Path, facts: dict[str, Any]) -> list[str]:
-            texts = [] if optimizer is None else [groups.FILE, STATE]
+            texts = [] if optimizer is None else [GROUPS_FILE, STATE]
             texts = [name for name in texts if (path / name).exists()]
             return texts + extra.names_for(path, facts["world_size"], ranks.rank, ranks.world_size)
 

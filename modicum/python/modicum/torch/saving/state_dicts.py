@@ -13,7 +13,7 @@ dict may lie deeper, too, and may be flattened: `state.NAME.KEY` and `param_grou
 state dict without a model's tensors is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import UsageError, refusal
+from modicum.errors import refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
@@ -35,6 +35,7 @@ from modicum.torch.saving.weights import Form, LocalTensor, Writing, writing_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
+from modicum.walk.saving import not_under_one_key
 
 Place = tuple[str | int, ...]
 """The path of a value: keys and indices, the outermost first."""
@@ -127,13 +128,6 @@ def split(state: Mapping[str, Any]) -> SplitStateDict:
     values = {flat_key(place): value for place, value in rest if place not in tensors}
     model = {str(place[-1]): value for place, value in tensors.items()}
     return SplitStateDict(model, prefixes.pop(), optim, at or (), values, is_flat)
-
-
-def not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
-    """The error about tensors of one model or optimizer that have these prefixes."""
-    got = ", ".join(sorted(prefix or "the top level" for prefix in prefixes)) or "no tensor"
-    fault = f"the tensors of one {what} are not under one key"
-    return refusal("UNSUPPORTED", fault, expected="one key", got=got)
 
 
 def with_values_of_all(split_: SplitStateDict, ranks: Ranks) -> SplitStateDict:

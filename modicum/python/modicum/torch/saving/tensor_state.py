@@ -11,7 +11,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name, require_exact
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Size, device_of
@@ -32,7 +32,7 @@ from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layou
 from modicum.torch.shards.tensors import copying_into, destination_of, overlaps
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import dtensor_like
-from modicum.walk.optimizer_class import NO_CLASS, class_text
+from modicum.walk.saving import NO_CLASS, class_text
 
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
@@ -83,7 +83,8 @@ def writing_of_entries(
     targets: dict[str, Node] = {}
     tensors: list[LocalTensor] = []
     numbers: Numbers = {}
-    form.require_exact((fqn, dtype_name(parameter.dtype)) for fqn, parameter, _ in entries)
+    trained = ((fqn, dtype_name(parameter.dtype)) for fqn, parameter, _ in entries)
+    require_exact(form.dtype, trained)
     for fqn, parameter, entry in entries:
         entry_numbers = numbers.setdefault(fqn, {})
         for key, value in entry.items():

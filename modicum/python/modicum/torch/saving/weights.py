@@ -1,7 +1,7 @@
 """The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,17 +140,6 @@ class Form:
         if self.shard_size is not None and _modicum.parse_size(self.shard_size) == 0:
             got = repr(self.shard_size)
             raise refusal("USAGE", "shard_size", expected="a size above 0", got=got)
-
-    def require_exact(self, parameters: Iterable[tuple[str, str]]) -> None:
-        """Raises `UsageError` if `dtype` rounds one of the parameters, each as (name, dtype), of an
-        optimizer whose state is saved: a resume would go on from the rounded values."""
-        for name, dtype in parameters:
-            if self.dtype not in (None, dtype, "float32") and dtype in FLOATS:
-                what = "dtype rounds a parameter from which the saved optimizer would go on: leave "
-                what += "out dtype, and convert the checkpoint with `modicum convert`"
-                raise refusal(
-                    "UNSUPPORTED", what, tensor=name, expected=dtype, got=self.dtype or ""
-                )
 
 
 def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str) -> Goal:
