@@ -76,13 +76,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- values
 
 
-def test_the_checkpoint_has_every_tensor(directory: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_has_every_tensor(directory: Path, tmp_path: Path, capsys: Any) -> None:
     model, optimizer = trained()
     report = import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     step = tmp_path / "steps/step-4"
     assert report.path == str(step)
     assert report.left_out == ["epoch"]
     assert str(report).endswith("\nleft out 1: epoch")
+    report.print()
+    assert capsys.readouterr().out == f"{report}\n"
     many = replace(report, left_out=[f"key{i}" for i in range(20)])
     assert str(many).endswith(", key15 and 4 more")
     stored = {n: t for file in step.glob("*.safetensors") for n, t in load_file(file).items()}

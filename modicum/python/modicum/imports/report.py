@@ -3,13 +3,13 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.load_report import named_text
+from modicum.walk.load_report import PrintableReport, named_text
 
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class ImportReport:
+class ImportReport(PrintableReport):
     """The report of `import_checkpoint`."""
 
     step: int
