@@ -37,12 +37,6 @@ class Snapshot(NamedTuple):
     received_bytes: int
 
 
-class _Listing(NamedTuple):
-    revision: str
-    files: list[str]
-    """Names of the files that are in no folder."""
-
-
 def fetch(hub: Hub, name: str, folder: Path) -> Snapshot:
     """Makes the directory of headers of the model `name`, which is ORG/NAME, in `folder`, at the
     newest revision of its branch main. Raises `IoError` if the hub or the network fails, or the
@@ -52,23 +46,23 @@ def fetch(hub: Hub, name: str, folder: Path) -> Snapshot:
     it does for local files. A file of which no part is read is empty in the directory.
     """
     clients = [Client(hub) for _ in range(_CONNECTIONS)]
-    (listing,) = in_parallel([partial(_listing, name)], hub, clients)
+    ((revision, files),) = in_parallel([partial(_listing, name)], hub, clients)
     directory = folder / name.rpartition("/")[2]
-    _make(directory, f"{name}@{listing.revision}\n", listing.files)
-    model = _Model(f"/{name}/resolve/{listing.revision}/", listing.revision, directory)
-    indexes = [file for file in listing.files if file.endswith(_INDEX)]
+    _make(directory, f"{name}@{revision}\n", files)
+    model = _Model(f"/{name}/resolve/{revision}/", revision, directory)
+    indexes = [file for file in files if file.endswith(_INDEX)]
     limits = dict.fromkeys(indexes, _LONGEST_INDEX)
-    if _CONFIG in listing.files:
+    if _CONFIG in files:
         limits[_CONFIG] = _LONGEST_CONFIG
     in_parallel([partial(model.read_text, *text) for text in limits.items()], hub, clients)
-    guesses = _guesses(listing.files, [directory / index for index in indexes])
+    guesses = _guesses(files, [directory / index for index in indexes])
     in_parallel([partial(model.read_header, *guess) for guess in guesses.items()], hub, clients)
     received_bytes = sum(client.received_bytes for client in clients)
-    return Snapshot(directory, listing.revision, len(guesses), received_bytes)
+    return Snapshot(directory, revision, len(guesses), received_bytes)
 
 
-def _listing(name: str, client: Client) -> _Listing:
-    """The revision of the branch main, and its files."""
+def _listing(name: str, client: Client) -> tuple[str, list[str]]:
+    """The revision of the branch main, and the names of its files that are in no folder."""
     text = BytesIO()
     # One byte more than the limit, here and for texts: it shows that there is more.
     client.get(f"/api/models/{name}/revision/main", Part("", 0, _LONGEST_LIST + 1, False), text)
@@ -86,7 +80,7 @@ def _listing(name: str, client: Client) -> _Listing:
     if len(files) > _MOST_FILES:
         expected, got = f"at most {_MOST_FILES} files", f"{len(files)} files"
         raise failure("UNSUPPORTED", "the model has too many files", expected=expected, got=got)
-    return _Listing(revision, files)
+    return revision, files
 
 
 def _is_plain(file: object) -> bool:
