@@ -284,61 +284,54 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
     return result
 
 
-@dataclass(frozen=True)
-class Operation:
-    """The translation of an operation. An operation with a setting not in `settings` is refused."""
-
-    nodes: Callable[[Any, Values, Chain], Values]
-    settings: Collection[str] = ()
-
-
 _ROPE = ("subconfig_key", "inverse", "permute_layer_names")
 _CONV = ("in_channels", "kernel_size")
 
-# By the name of the class in transformers.
-OPERATIONS: dict[str, Operation] = {
-    "Chunk": Operation(_chunk, {"dim", "num_shards_attribute"}),
-    "Concatenate": Operation(_concatenate, {"dim", "num_shards_attribute"}),
-    "Conv3dToLinear": Operation(_conv3d_to_linear, _CONV),
-    "ErnieFuseAndSplitTextVisionExperts": Operation(_fuse_and_split, {"stack_dim", "concat_dim"}),
-    "ErnieSplitAndDecoupleTextVisionExperts": Operation(
-        _split_and_decouple, {"stack_dim", "concat_dim"}
+OPERATIONS: dict[str, tuple[Callable[[Any, Values, Chain], Values], Collection[str]]] = {
+    "Chunk": (_chunk, {"dim", "num_shards_attribute"}),
+    "Concatenate": (_concatenate, {"dim", "num_shards_attribute"}),
+    "Conv3dToLinear": (_conv3d_to_linear, _CONV),
+    "ErnieFuseAndSplitTextVisionExperts": (_fuse_and_split, {"stack_dim", "concat_dim"}),
+    "ErnieSplitAndDecoupleTextVisionExperts": (_split_and_decouple, {"stack_dim", "concat_dim"}),
+    "Force16BytesAlignment": (_aligned, ()),
+    "Fp8Dequantize": (_fp8_dequantize, {"hf_quantizer"}),
+    "Interleave": (_interleave, {"dim", "inverse"}),
+    "LinearToConv3d": (_linear_to_conv3d, _CONV),
+    "MergeModulelist": (_merge_modulelist, {"dim"}),
+    "PermuteForRope": (_permute_for_rope, _ROPE),
+    "Split": (_split, {"dim"}),
+    "SplitModulelist": (_split_modulelist, {"dim"}),
+    "Transpose": (_transpose, {"dim0", "dim1", "check_dims"}),
+    "VisionFuseAndPermuteForRope": (
+        _fuse_and_permute,
+        {"dim", "permute_layer_names", "inverse", "concat_op", "permute_op"},
     ),
-    "Force16BytesAlignment": Operation(_aligned),
-    "Fp8Dequantize": Operation(_fp8_dequantize, {"hf_quantizer"}),
-    "Interleave": Operation(_interleave, {"dim", "inverse"}),
-    "LinearToConv3d": Operation(_linear_to_conv3d, _CONV),
-    "MergeModulelist": Operation(_merge_modulelist, {"dim"}),
-    "PermuteForRope": Operation(_permute_for_rope, _ROPE),
-    "Split": Operation(_split, {"dim"}),
-    "SplitModulelist": Operation(_split_modulelist, {"dim"}),
-    "Transpose": Operation(_transpose, {"dim0", "dim1", "check_dims"}),
-    "VisionFuseAndPermuteForRope": Operation(
-        _fuse_and_permute, {"dim", "permute_layer_names", "inverse", "concat_op", "permute_op"}
+    "VisionUnfuseAndPermuteForRope": (
+        _unfuse_and_permute,
+        {"dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"},
     ),
-    "VisionUnfuseAndPermuteForRope": Operation(
-        _unfuse_and_permute, {"dim", "permute_layer_names", "inverse", "chunk_op", "permute_op"}
-    ),
-    IDENTITY: Operation(_identity),
+    IDENTITY: (_identity, ()),
 }
+"""By the name of the class in transformers: the translation of an operation, and its settings. An
+operation with another setting is refused."""
 
 
 def nodes_of(op: Any, inputs: Values, chain: Chain) -> Values:
     """The outputs of one operation. Raises UNSUPPORTED, naming the operation, if it or one of its
     settings is not in `OPERATIONS`."""
     cls = type(op)
-    known = OPERATIONS.get(cls.__name__)
-    if known is None or cls.__module__.partition(".")[0] != "transformers":
+    translate, settings = OPERATIONS.get(cls.__name__, (None, ()))
+    if translate is None or cls.__module__.partition(".")[0] != "transformers":
         raise refusal(
             "UNSUPPORTED",
             f"the conversion operation '{cls.__module__}.{cls.__name__}' is not known",
             tensor=chain.first_target,
         )
-    strange = sorted(vars(op).keys() - known.settings)
+    strange = sorted(vars(op).keys() - settings)
     if strange:
         raise refusal(
             "UNSUPPORTED",
             f"the conversion operation '{cls.__name__}' has an unknown setting '{strange[0]}'",
             tensor=chain.first_target,
         )
-    return known.nodes(op, inputs, chain)
+    return translate(op, inputs, chain)
