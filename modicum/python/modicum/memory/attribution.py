@@ -134,28 +134,28 @@ class Attribution:
     __str__ = text
 
 
-class _Claims:
-    """Disjoint address ranges with their owners. The first claim of an address wins."""
+Ranges = list[tuple[int, int, str]]
+"""Disjoint address ranges [begin, end) with their owners, ascending."""
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, int, str]] = []  # ascending, without overlap
 
-    def claim(self, begin: int, end: int, owner: str) -> None:
-        """Gives the owner those addresses in [begin, end) that no earlier claim has."""
-        at = bisect_left(self.parts, (begin,))
-        if at > 0 and self.parts[at - 1][1] > begin:
-            at -= 1
-        free = []
-        for other_begin, other_end, _ in self.parts[at:]:
-            if other_begin >= end:
-                break
-            if begin < other_begin:
-                free.append((begin, other_begin, owner))
-            begin = max(begin, other_end)
-        if begin < end:
-            free.append((begin, end, owner))
-        for part in free:
-            insort(self.parts, part)
+def _claim(ranges: Ranges, begin: int, end: int, owner: str) -> bool:
+    """Gives the owner those addresses in [begin, end) that no earlier claim has; returns whether
+    there are any."""
+    at = bisect_left(ranges, (begin,))
+    if at > 0 and ranges[at - 1][1] > begin:
+        at -= 1
+    free = []
+    for other_begin, other_end, _ in ranges[at:]:
+        if other_begin >= end:
+            break
+        if begin < other_begin:
+            free.append((begin, other_begin, owner))
+        begin = max(begin, other_end)
+    if begin < end:
+        free.append((begin, end, owner))
+    for part in free:
+        insort(ranges, part)
+    return bool(free)
 
 
 def held() -> int:
@@ -173,8 +173,7 @@ def _total_of(process: dict[str, int]) -> int:
 class Places:
     """Where the sources' tensors are."""
 
-    parts: list[tuple[int, int, str]]
-    """Those of `_Claims`."""
+    ranges: Ranges
     ledgers: list[_modicum.Ledger]
     params: int
     """The number of elements of the master, or of the weights if there is no master."""
@@ -183,28 +182,27 @@ class Places:
 def places_of(sources: Sequence[Any]) -> Places:
     """Looks up the sources' tensors. No other thread may change them meanwhile."""
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]
-    claims = _Claims()
+    ranges: Ranges = []
     numel = {MASTER: 0, WEIGHTS: 0}
     for source in sources:
         if isinstance(source, _modicum.Ledger):
             continue
         for holding in holdings(source):
-            before = len(claims.parts)
-            claims.claim(holding.begin, holding.end, holding.owner)
+            is_new = _claim(ranges, holding.begin, holding.end, holding.owner)
             # An overlap with earlier claims adds no parameters, and neither do the tensors of
             # modicum.torch.AdamW, which are uint8.
-            is_counted = len(claims.parts) > before and holding.tensor.is_floating_point()
+            is_counted = is_new and holding.tensor.is_floating_point()
             if is_counted and holding.owner in numel:
                 numel[holding.owner] += holding.tensor.numel()
-    return Places(claims.parts, ledgers, numel[MASTER] or numel[WEIGHTS])
+    return Places(ranges, ledgers, numel[MASTER] or numel[WEIGHTS])
 
 
 def attributed(at: Places, params: int | None, baseline: int) -> Attribution:
     """As `attribute`, now, with the tensors' addresses `at`."""
     arguments.number("params", params or 0, arguments.MOST_BYTES)
     arguments.number("baseline", baseline, arguments.MOST_BYTES)
-    tree = _modicum.tree_memory([part[:2] for part in at.parts])
-    owners = _by_owner(at.parts, tree["ranges"])
+    tree = _modicum.tree_memory([part[:2] for part in at.ranges])
+    owners = _by_owner(at.ranges, tree["ranges"])
     for ledger in at.ledgers:
         owners += [Owner(f"ledger: {purpose}", size) for purpose, size in ledger.held.items()]
     owners += _not_tensors(tree)
