@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.accelerate.choice import Choice  # noqa: E402
+from modicum.torch.accelerate.choice import checkpoint_to_resume, last_checkpoint  # noqa: E402
 from modicum.torch.saving import choosing, inside  # noqa: E402
 from modicum.walk.saving import GROUPS_FILE  # noqa: E402
 
@@ -402,12 +402,12 @@ def test_a_checkpoint_with_a_changed_value_is_not_chosen(tmp_path: Path, model: 
         step.rename(tmp_path / f"checkpoint-{number}")
     one, two = (str(tmp_path / f"checkpoint-{number}") for number in (1, 2))
     flip(max(Path(two).glob("model*.safetensors")))
-    choice = Choice()
-    last = functools.partial(choice.find, transformers.trainer_utils.get_last_checkpoint)
-    for choose in (last, lambda folder: choice._checkpoint_to_resume(True, folder)):
+    original = transformers.trainer_utils.get_last_checkpoint
+    last = functools.partial(last_checkpoint, set(), original)
+    for choose in (last, lambda folder: checkpoint_to_resume(True, folder, False)):
         with pytest.warns(UserWarning, match="checkpoint-2 is skipped: INTEGRITY: the values are"):
             assert choose(str(tmp_path)) == one
-    assert choice._checkpoint_to_resume(two, "") == two
+    assert checkpoint_to_resume(two, "", False) == two
 
 
 def test_rotation_keeps_an_intact_checkpoint(tmp_path: Path, model: Any) -> None:

@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
-from modicum.torch.accelerate.choice import Choice, require_all_see
+from modicum.torch.accelerate.choice import choose, last_checkpoint, require_all_see, train
 from modicum.torch.accelerate.loads import Loading
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.names import warn_script
@@ -88,7 +89,7 @@ class Checkpoints:
         self._is_left = False  # whether a Trainer is saving whose model is left to it
         self._has_trainer = False
         self._warned: set[str] = set()
-        self._choice = Choice()
+        self._found: set[str] = set()  # what get_last_checkpoint has returned
 
     def wrap_trainer(self, stack: ExitStack) -> None:
         """Wraps Trainer's functions until `stack` ends, once Trainer is imported. May be called
@@ -99,11 +100,11 @@ class Checkpoints:
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._save_trained,
             "_load_from_checkpoint": self._load_from_checkpoint,
-            "train": self._choice.train,
+            "train": partial(train, self._found),
         }
         functions: dict[str, Wrapper] = {
             "rotate_checkpoints": self._rotate,
-            "get_last_checkpoint": self._choice.find,
+            "get_last_checkpoint": partial(last_checkpoint, self._found),
         }
         upstream.wrap_trainer(stack, methods, functions)
         upstream.replace_reading_of_state(stack, require_whole)
@@ -296,7 +297,7 @@ class Checkpoints:
             require_all_see(Path(input_dir).expanduser())
         elif next_one is not None:
             folder = next_one.parent
-            input_dir = self._choice.choose(lambda: upstream.numbered_directories(folder)[::-1])
+            input_dir = choose(lambda: upstream.numbered_directories(folder)[::-1])
         return original(accelerator, input_dir, *args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
