@@ -1,8 +1,7 @@
 """A checkpoint directory of DeepSpeed's ZeRO as the contents of a saved
 checkpoint: the optimizer's state in the form of `modicum.torch.AdamW`."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from modicum import _modicum
 from modicum.errors import refusal
@@ -87,47 +86,45 @@ def _room(left: memoryview, size: int) -> memoryview:
     return left[len(left) - 4 * count :]
 
 
-@dataclass(frozen=True)
-class _Plane:
-    """A tensor to write: a weight, or a plane of AdamW's state."""
+Plane = Callable[[int, memoryview], None]
+"""A tensor to write: fills a view with its elements from an index on."""
 
-    cut: Cut
-    dtype: str
-    form: str = ""
-    """The form of `_modicum.cast_masters` in which elements are written; empty: unchanged."""
 
-    def read(self, first: int, view: memoryview) -> None:
-        """Fills `view` with elements from index `first` on."""
-        if not self.form:
-            return self.cut.read(first, view)
-        size, at = ITEM_BYTES[self.dtype], 0
+def _cast(cut: Cut, dtype: str, form: str) -> Plane:
+    """The plane with the float32 elements of `cut` in `dtype`. `form`: that of
+    `_modicum.cast_masters`."""
+    size = ITEM_BYTES[dtype]
+
+    def read(first: int, view: memoryview) -> None:
+        at = 0
         while at * size < len(view):
             room = _room(view[at * size :], size)
-            self.cut.read(first + at, room)
+            cut.read(first + at, room)
             end = at + len(room) // 4
-            _modicum.cast_masters(room, view[at * size : end * size], self.form)
+            _modicum.cast_masters(room, view[at * size : end * size], form)
             at = end
-        return None
+
+    return read
 
 
-def _reader(planes: Mapping[str, _Plane]) -> Read:
-    return lambda name, first, view: planes[name].read(first, view)
+def _reader(planes: Mapping[str, Plane]) -> Read:
+    return lambda name, first, view: planes[name](first, view)
 
 
 def _weights_of(
     opened: ZeroDirectory, dtypes: Mapping[str, str], formats: Mapping[str, str]
 ) -> Read:
     """Reads the model's tensors. A trained weight is the rounded master, or its upper half."""
-    planes = {}
+    planes: dict[str, Plane] = {}
     for name, tensor in opened.tensors.items():
         dtype = dtypes[name]
         if not tensor.is_trained:
-            planes[name] = _Plane(tensor.planes[""], dtype)
+            planes[name] = tensor.planes[""].read
         elif dtype == "float32":
-            planes[name] = _Plane(tensor.planes[MASTER], dtype)
+            planes[name] = tensor.planes[MASTER].read
         else:
             form = "upper" if formats.get(name) in _SPLIT else dtype
-            planes[name] = _Plane(tensor.planes[MASTER], dtype, form)
+            planes[name] = _cast(tensor.planes[MASTER], dtype, form)
     return _reader(planes)
 
 
@@ -139,21 +136,23 @@ def _state_of(
 ) -> tuple[_modicum.TensorsToSave, str]:
     """The planes of AdamW, and the text of state.json. `formats`: the state format of each trained
     parameter."""
-    planes: dict[str, _Plane] = {}
+    planes: dict[str, Plane] = {}
     for name, of_format in formats.items():
         cuts = opened.tensors[name].planes
         if of_format in _SPLIT:
-            planes[f"{name}.master_low"] = _Plane(cuts[MASTER], "int16", "lower")
+            planes[f"{name}.master_low"] = _cast(cuts[MASTER], "int16", "lower")
         elif dtypes[name] != "float32":
-            planes[f"{name}.master"] = _Plane(cuts[MASTER], "float32")
+            planes[f"{name}.master"] = cuts[MASTER].read
         for moment in MOMENTS:
             if moment not in cuts:
                 what = "the optimizer has made no step, and has no state"
                 raise refusal("USAGE", what, tensor=name, expected="optimizer='none'")
-            planes[f"{name}.{moment}"] = _Plane(cuts[moment], "float32")
-    shapes = {
-        n: (plane.dtype, opened.tensors[n.rpartition(".")[0]].shape) for n, plane in planes.items()
-    }
+            planes[f"{name}.{moment}"] = cuts[moment].read
+    shapes = {}
+    for plane in planes:
+        name, _, kind = plane.rpartition(".")
+        dtype = "int16" if kind == "master_low" else "float32"
+        shapes[plane] = dtype, opened.tensors[name].shape
     steps = [(name, opened.tensors[name].steps) for name in formats]
     without = [name for name in opened.tensors if name not in formats]
     return streams_of(shapes, _reader(planes)), _modicum.state_text(asked, _SEED, steps, without)
