@@ -43,7 +43,7 @@ from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import numbers_of
 from modicum.torch.saving.texts import json_in, read_files, text_in
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
-from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.torch.shards.tensors import copying_into, destination_of, memory_of
 from modicum.upstream.torch_distributed import strided_shard
 from modicum.upstream.wrappers import canonical
 
@@ -231,22 +231,22 @@ class FilesReader:
         unused = sorted(self._checkpoint.stored.keys() - used)
         recipe = _modicum.make_recipe(self._checkpoint, Recipe(nodes, unused).text())
         layout = layout_of(recipe, [place.sharding or whole for place in places], ranks)
-        on_host = [place.tensor.device.type == "cpu" for place in places]
+        tensors = {t: place.tensor for t, place in enumerate(places)}
+        given_bytes, copied = memory_of(tensors)
         plan = _modicum.make_plan(
             recipe,
             layout,
             strategy="own-shard",
-            destinations=["given" if host else "copy" for host in on_host],
+            destinations=[destination_of(tensor) for tensor in tensors.values()],
             staging=self._staging,
         )
-        lines = [as_bytes(place.tensor) for place in places]
         loaded = _modicum.load(
             plan,
             rank,
             _modicum.Board(),
             self._ledger,
-            given={t: line for t, line in enumerate(lines) if on_host[t] and line.numel() > 0},
-            copy=copying_into({t: place.tensor.detach() for t, place in enumerate(places)}),
+            given=given_bytes,
+            copy=copying_into(copied) if copied else None,
             threads=cpus_of_rank(),
         )
         self._compared = loaded.outcome["compared"]

@@ -20,7 +20,7 @@ from modicum.torch.optim.promise import held_by
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
-from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.torch.shards.tensors import as_bytes, copying_into, memory_of
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over, pin
 from modicum.walk.load_report import LoadReport, named_text
@@ -36,8 +36,7 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
     plan, options, rank = planned.plan, planned.options, ranks.rank
     ledger = options.ledger
     storages = _storages_of(planned)
-    host_storages = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
-    copied = {t: s for t, s in storages.items() if planned.places[t].destination == "copy"}
+    given_bytes, copied = memory_of(storages)
     board = _modicum.Board(ranks)
     group = plan.exchange_group(rank)
     if len(group) > 1:
@@ -62,7 +61,7 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
                 rank,
                 board,
                 ledger,
-                given={t: as_bytes(s) for t, s in host_storages.items() if s.numel() > 0},
+                given=given_bytes,
                 copy=copying_into(copied) if copied else None,
                 caller=_maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,

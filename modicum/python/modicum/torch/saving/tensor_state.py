@@ -25,11 +25,10 @@ from modicum.torch.saving.weights import (
     Form,
     LocalTensor,
     Writing,
-    memory_of,
     writing_of,
 )
 from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layout_of
-from modicum.torch.shards.tensors import copying_into, destination_of, overlaps
+from modicum.torch.shards.tensors import copying_into, destination_of, memory_of, overlaps
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.walk.saving import NO_CLASS, class_text
@@ -401,12 +400,12 @@ def _filled(
     """Reads this rank's part of the recipe's targets into `tensors`; returns the load's outcome."""
     to = [(tensor.sharding, destination_of(tensor.local)) for tensor in tensors]
     plan = _plan_of(recipe, to, ranks, staging)
-    host_bytes, others = memory_of(recipe, tensors)
+    given_bytes, copied = memory_of({t: tensor.local for t, tensor in enumerate(tensors)})
     board = _modicum.Board(ranks)
     with ranks.watching(board):
         loaded = _modicum.load(
-            plan, ranks.rank, board, ledger, given=host_bytes,
-            copy=copying_into(others) if others else None,
+            plan, ranks.rank, board, ledger, given=given_bytes,
+            copy=copying_into(copied) if copied else None,
             threads=cpus_of_rank(ranks.ranks_per_node),
         )  # fmt: skip
     outcome: dict[str, Any] = loaded.outcome

@@ -25,10 +25,10 @@ from modicum.torch.saving.texts import json_in
 from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import (
     ModelTensor,
-    as_bytes,
     await_streams,
     copy_run,
     destination_of,
+    memory_of,
 )
 
 Fetch = Callable[[int, int, memoryview], None]
@@ -65,7 +65,8 @@ class Writing:
 
     @cached_property
     def _memory(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        return memory_of(self.recipe, self.local_tensors)
+        untied = [t for t, target in enumerate(self.recipe.targets) if target["alias_of"] is None]
+        return memory_of({t: self.local_tensors[t].local for t in untied})
 
     def buffers_to_copy(self, rank: int) -> dict[int, torch.Tensor]:
         """The buffers that the rank writes from elsewhere than row-major memory of the host, by
@@ -341,17 +342,6 @@ def save_plan_of(
         gathers=gathers,
         from_first=from_first,
     )
-
-
-def memory_of(
-    recipe: _modicum.Recipe, shards: Sequence[LocalTensor]
-) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """(bytes of row-major tensors on the host, other tensors), each by target without aliases."""
-    untied = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
-    tensors = {t: shards[t].local.detach() for t in untied}
-    here = {t for t, local in tensors.items() if destination_of(local) == "given"}
-    host_bytes = {t: as_bytes(tensors[t]) for t in here if tensors[t].numel() > 0}
-    return host_bytes, {t: local for t, local in tensors.items() if t not in here}
 
 
 def fetching(tensors: Mapping[int, torch.Tensor]) -> Fetch | None:

@@ -115,6 +115,18 @@ def destination_of(local: torch.Tensor) -> str:
     return "given" if local.device.type == "cpu" and local.is_contiguous() else "copy"
 
 
+def memory_of(
+    tensors: Mapping[int, torch.Tensor],
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """(bytes of the tensors whose destination is `given` and that have elements, all tensors whose
+    destination is `copy`), each by target."""
+    copied = {t: local.detach() for t, local in tensors.items() if destination_of(local) == "copy"}
+    given_bytes = {
+        t: as_bytes(local) for t, local in tensors.items() if t not in copied and local.numel() > 0
+    }
+    return given_bytes, copied
+
+
 def overlaps(local: torch.Tensor) -> bool:
     """Whether some elements may share memory, as those of an expanded tensor do."""
     last = 0
