@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""release.py: a commit that is not ready gets no tag, and each reason is named."""
+"""release.py: a commit that is not ready gets no tag, and each reason is named. The workflow of a
+release publishes wheels and sdist, and nothing that lies next to them."""
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,6 +105,25 @@ class Release(unittest.TestCase):
         subprocess.run(["git", "tag", "-d", "v1.2.2"], cwd=self.root, capture_output=True)
         self.git("tag", "v1.2.3")  # this release itself
         self.assertEqual(self.found(), [])
+
+
+class Workflows(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = release.ROOT / ".github/workflows"
+        self.texts = {path.name: path.read_text() for path in folder.glob("*.yml")}
+
+    def test_only_wheels_and_sdist_are_published(self) -> None:
+        """`twine check dist/*` refuses any other file, such as dist/wheels/commit."""
+        published = re.findall(r"^ +(dist/\S+)$", self.texts["release.yml"], re.M)
+        expected = [f"{place}/*.{kind}" for place in ("dist/wheels", "dist")
+                    for kind in ("whl", "tar.gz")]  # fmt: skip
+        self.assertEqual(published, expected)
+        self.assertNotRegex(self.texts["release.yml"], r"path: dist/.")
+
+    def test_actions_have_the_tag_of_a_version(self) -> None:
+        for name, text in self.texts.items():
+            for action in re.findall(r"uses: *(\S+)", text):
+                self.assertRegex(action, r"^[\w/-]+@v\d+(\.\d+)*$", name)
 
 
 if __name__ == "__main__":
