@@ -8,6 +8,7 @@ answer that is not the part asked for; a request that is repeated without end, o
 import dataclasses
 import email.utils
 import errno
+import io
 import json
 import os
 import socket
@@ -34,11 +35,12 @@ from hub_double import (
 from program import run_json
 
 from modicum import errors
-from modicum.hub import client, failures
+from modicum.hub import client
 from modicum.hub.client import Hub, Patience
+from modicum.hub.proxies import proxy_of
 from modicum.hub.settings import Settings, settings_of
 from modicum.hub.snapshot import HEADERS_FILE, Snapshot, fetch
-from modicum.hub.urls import Origin, proxy_of
+from modicum.hub.urls import Origin, parsed
 
 QUICK = Patience(first_wait_s=0.005, longest_wait_s=1, longest_s=20)
 PROXIES = [f"{name}_proxy" for name in ("http", "https", "all", "no")]
@@ -341,6 +343,30 @@ def test_an_answer_that_ends_early_is_repeated_and_named(double: HubDouble, tmp_
     assert len(double.paths("cdn")) >= QUICK.attempts
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_an_attempt_that_fails_leaves_no_bytes(
+    double: HubDouble, tmp_path: Path, name: str
+) -> None:
+    """Of a page in place of the file, say, that is longer than the file and is cut."""
+
+    def page(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "200000")
+        handler.end_headers()
+        handler.wfile.write(b"<html>" + bytes(100_000))
+        handler.close_connection = True
+
+    double.fault = on("hub", f"/{name}", page, times=2)
+    directory = fetched(double, tmp_path).directory
+    assert (directory / name).read_bytes() == (double.folder / name).read_bytes()
+
+
+def test_more_header_lines_than_python_reads_are_named(double: HubDouble, tmp_path: Path) -> None:
+    double.fault = on("hub", "/api/", status(200, **{f"X_{number}": "1" for number in range(200)}))
+    error = failed(double, tmp_path)
+    assert "sends no usable answer" in str(error) and error.got == "more than 100 header lines"
+
+
 def test_a_hub_that_never_answers_is_asked_twice(double: HubDouble, tmp_path: Path) -> None:
     released = threading.Event()
     double.fault = on("hub", "/api/", lambda _handler: released.wait(20))
@@ -452,6 +478,21 @@ def test_a_file_that_changes_between_requests_is_a_conflict(
     assert "changed between two requests" in str(error)
 
 
+@pytest.mark.parametrize("tags", [('"a"', 'W/"a"'), ('W/"a"', '"a"'), ('W/"a"', 'W/"a"')])
+def test_weak_and_strong_etags_of_one_file_are_equal(
+    edited: HubDouble, tmp_path: Path, tags: tuple[str, str]
+) -> None:
+    (edited.folder / "model.safetensors").write_bytes((200_000).to_bytes(8, "little") + bytes(9**6))
+    rest = iter(tags)
+
+    def answer(handler: Handler) -> None:
+        del handler.headers["If-Range"]
+        handler.send_range("model.safetensors", next(rest))
+
+    edited.fault = on("cdn", "", answer)
+    assert fetched(edited, tmp_path).files == 1
+
+
 def test_another_revision_is_a_conflict(double: HubDouble, tmp_path: Path) -> None:
     double.fault = on("hub", "/resolve/", status(200, X_Repo_Commit="f" * 40))
     error = failed(double, tmp_path, "CONFLICT")
@@ -516,13 +557,34 @@ def test_a_directory_that_can_not_be_written_is_named(double: HubDouble, tmp_pat
         fetch(Hub(Settings(endpoint=double.endpoint), QUICK), NAME, tmp_path / "fetched/absent")
 
 
+class Disk(io.BytesIO):
+    """A file that takes at most `most` bytes at a time, and at most `size` in all."""
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__()
+        self.size, self.most = size, most
+
+    def write(self, data: Any) -> int:
+        if not (room := min(self.most, self.size - self.tell())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data[:room])
+
+
+def test_a_write_that_takes_a_part_is_continued() -> None:
+    disk = Disk(size=100, most=7)
+    client._write(disk, 0, b"x" * 100, "file")
+    client._write(disk, 90, b"y" * 10, "file")
+    assert disk.getvalue() == b"x" * 90 + b"y" * 10
+    with pytest.raises(errors.IoError) as caught:
+        client._write(disk, 95, b"z" * 10, "file")
+    assert caught.value.category == "NOSPACE" and caught.value.file == "file"
+
+
 def test_a_full_disk_is_named(
     double: HubDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_file: object, _at: int, _piece: bytes, name: str) -> None:
-        raise failures.not_written(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), name)
-
-    monkeypatch.setattr(client, "_write", full)
+    write = client._write
+    monkeypatch.setattr(client, "_write", lambda _file, *rest: write(Disk(3, 9), *rest))
     error = failed(double, tmp_path, "NOSPACE")
     assert error.code == 14 and "TMPDIR" in str(error.expected)
 
@@ -540,6 +602,8 @@ def test_settings_are_those_of_huggingface_hub(tmp_path: Path) -> None:
     assert settings_of({"HF_TOKEN_PATH": str(home / "huggingface/token")}).token == "hf_of_file"
     assert settings_of({"HF_HOME": str(home)}).token is None
     assert settings_of(cache | {"HF_TOKEN": " hf_a\n"}).token == "hf_a"
+    for blank in (" ", "\n"):
+        assert settings_of(cache | {"HF_TOKEN": blank}).token == "hf_of_file"
     assert settings_of(cache | {"HUGGING_FACE_HUB_TOKEN": "hf_b"}).token == "hf_b"
     assert settings_of(cache | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}).token is None
     none = {"HF_HOME": str(home)}
@@ -549,6 +613,7 @@ def test_settings_are_those_of_huggingface_hub(tmp_path: Path) -> None:
     for name, value in {"HF_HUB_OFFLINE": "yes", "TRANSFORMERS_OFFLINE": "ON"}.items():
         assert settings_of(none | {name: value}).is_offline
     assert settings_of(none | {"HF_HUB_DOWNLOAD_TIMEOUT": "30"}).timeout_s == 30
+    assert settings_of(none | {"HF_HUB_DOWNLOAD_TIMEOUT": "0"}).timeout_s == 10
     assert TOKEN not in repr(settings_of(none | {"HF_TOKEN": TOKEN}))
 
 
@@ -557,7 +622,7 @@ def test_settings_are_those_of_huggingface_hub(tmp_path: Path) -> None:
     [("HF_ENDPOINT", value) for value in ("huggingface.co", "ftp://x", "https://u:hf_secret@x",
      "https://", "https://x?hf_secret", "https://[x", "https://x:y", "https://x y")]
     + [("HF_TOKEN", value) for value in ("hf_secret\x01", "hf_secret\u00e9", "hf_ secret")]
-    + [("HF_HUB_DOWNLOAD_TIMEOUT", value) for value in ("0", "-1", "x", "1.5", "9" * 20)],
+    + [("HF_HUB_DOWNLOAD_TIMEOUT", value) for value in ("-1", "x", "1.5", "9" * 20)],
 )  # fmt: skip
 def test_a_setting_that_can_not_be_used_is_refused(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(errors.UsageError) as caught:
@@ -604,6 +669,39 @@ def test_variables_of_proxies_are_those_of_other_programs(monkeypatch: pytest.Mo
         assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entries", "direct", "proxied"),
+    [
+        ("example.com", "http://example.com http://a.example.com", "http://xexample.com"),
+        (".example.com", "http://a.example.com:8", "http://example.com http://xexample.com"),
+        ("*.Example.com", "http://a.b.example.com", "http://example.com http://10.1.2.3"),
+        ("localhost", "http://localhost:5", "http://a.localhost http://127.0.0.1"),
+        ("http://a.b", "http://a.b:8", "https://a.b http://c.a.b"),
+        ("https://*.a.b, all://c", "https://x.a.b http://c", "http://x.a.b https://a.b http://x.c"),
+        ("http://*a.b:8,", "http://a.b:8 http://x.a.b:8", "http://a.b http://xa.b:8"),
+        ("http://", "http://a.b", "https://a.b"),
+        ("10.1.2.3", "http://10.1.2.3:8", "http://10.1.2.30 http://x.10.1.2.3"),
+        ("10.1.2.3:8", "http://10.1.2.3:8", "http://10.1.2.3"),
+        ("10.0.0.0/8", "https://10.255.2.3:8", "http://11.1.2.3 http://a.b http://[::1]"),
+        ("10.1.2.3/8", "http://10.9.9.9", "http://11.1.2.3"),
+        ("::1", "http://[::1]:8 http://[0:0::1]", "http://[::2]"),
+        ("[::1]", "https://[::1]:8", "http://[::2] http://localhost"),
+        ("[::1]:8", "http://[::1]:8", "http://[::1]"),
+        ("2001:db8::/32, [fd00::]/8", "http://[2001:db8:1::2] http://[fd01::1]", "http://[::1]"),
+        ("10.0.0.0/99, 10.0.0.0/x, a.b/8, [x, :::, a.b:x, /, //, ::1/x", "", "http://a.b http://x"),
+    ],
+)
+def test_no_proxy_is_that_of_huggingface_hub(
+    monkeypatch: pytest.MonkeyPatch, entries: str, direct: str, proxied: str
+) -> None:
+    monkeypatch.setenv("all_proxy", "http://proxy:1")
+    monkeypatch.setenv("no_proxy", entries)
+    for url in direct.split():
+        assert proxy_of(parsed(url).origin) is None, url
+    for url in proxied.split():
+        assert proxy_of(parsed(url).origin) is not None, url
+
+
 @pytest.mark.parametrize("is_tls", [True, False])
 def test_requests_go_through_a_proxy(
     model: Path, pem: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tls: bool
@@ -624,13 +722,38 @@ def test_requests_go_through_a_proxy(
             assert not any("Proxy-Authorization" in one.headers for one in double.requests)
 
 
+@pytest.mark.parametrize(("code", "times"), [(407, 1), (403, 1), (502, QUICK.attempts)])
 def test_a_refusal_of_the_proxy_is_named(
-    double: HubDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    double: HubDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, times: int
 ) -> None:
-    with tunnels(refusal=b"HTTP/1.1 407 hf_secret\r\nContent-Length: 0\r\n\r\n") as (port, _seen):
+    refusal = b"HTTP/1.1 %d hf_secret\r\nContent-Length: 0\r\n\r\n" % code
+    with tunnels(refusal) as (port, seen):
         monkeypatch.setenv("https_proxy", f"http://user:word@127.0.0.1:{port}")
         error = failed(double, tmp_path)
-    assert error.got == "status 407 from the proxy" and "secret" not in str(error)
+    assert error.got == f"status {code} from the proxy" and "secret" not in str(error)
+    assert f"the proxy 127.0.0.1:{port}" in str(error) and "word" not in str(error)
+    assert len(seen) == times
+
+
+def test_a_proxy_that_wants_a_user_is_named_without_tls(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = b"HTTP/1.1 407 no\r\nContent-Length: 0\r\n\r\n"
+    with serving(HubDouble(model), None) as double, tunnels(refusal) as (port, seen):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        error = failed(double, tmp_path)
+    assert f"the proxy 127.0.0.1:{port} does not accept the user" in str(error)
+    assert "http_proxy=http://USER:PASSWORD@" in str(error.expected) and len(seen) == 1
+
+
+def test_a_proxy_is_asked_for_an_address_of_ipv6_in_brackets(
+    double: HubDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tunnels(b"HTTP/1.1 403 no\r\n\r\n") as (port, seen):
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
+        failed(double, tmp_path, endpoint="https://[2001:db8::1]:8443")
+    assert seen[0].startswith(b"CONNECT [2001:db8::1]:8443 HTTP/1.1\r\n")
+    assert b"\r\nHost: [2001:db8::1]:8443\r\n" in seen[0]
 
 
 class tunnels:

@@ -1,7 +1,7 @@
 """GET requests to the hub and to the hosts that it redirects to: ranges, redirects, retries, and
 limits of time, with the standard library. The token goes to the hub's own origin only."""
 
-import http.client
+import errno
 import os
 import re
 import socket
@@ -9,14 +9,15 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import IO, NamedTuple
 
 from modicum import _modicum
 from modicum.errors import Error, failure
 from modicum.hub import failures
+from modicum.hub.proxies import RefusedByProxy, Tunnel, proxy_of
 from modicum.hub.settings import Settings
-from modicum.hub.urls import Origin, Url, parsed, proxy_of, redirected
+from modicum.hub.urls import Origin, Url, parsed, redirected
 
 _MOST_REDIRECTS = 5
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
@@ -111,11 +112,13 @@ class Client:
 
     def get(self, path: str, part: Part, file: IO[bytes]) -> Answer:
         """Writes a part of the file at `path`, below the hub's endpoint, to the same place in
-        `file`. Raises `IoError`: `CONFLICT` if the file has changed, `NOSPACE`, or `IO`."""
+        `file`, which then ends with it. Raises `IoError`: `CONFLICT` if the file has changed,
+        `NOSPACE`, or `IO`."""
         patience = self._hub.patience
         attempt = 0
         while True:
             attempt += 1
+            _truncate(file, part)  # a failed attempt may have written more than this one will
             try:
                 return self._get(self._hub.settings.endpoint + path, part, file)
             except _Failure as failed:
@@ -147,11 +150,18 @@ class Client:
     def _response(self, url: Url, part: Part) -> HTTPResponse:
         if self._hub.stop.is_set():
             raise Stop
-        connection, target, headers = self._connection(url, part)
-        was_open = connection.sock is not None
+        was_open = False
         try:
+            connection, target, headers = self._connection(url, part)
+            was_open = connection.sock is not None
             connection.request("GET", target, headers=headers)
             return connection.getresponse()
+        except Error:
+            raise
+        except RefusedByProxy as refusal:
+            self._close(url.origin)
+            refused = failures.by_proxy(refusal, url.origin, part.file)
+            raise (_Failure(refused) if refusal.status in failures.RETRIED else refused) from None
         except (OSError, HTTPException, ValueError) as error:
             self._close(url.origin)
             is_slow = isinstance(error, TimeoutError)
@@ -168,20 +178,23 @@ class Client:
         origin, target = url
         proxy = proxy_of(origin)
         headers = self._headers(origin, part)
-        user = {"Proxy-Authorization": proxy.authorization} if proxy and proxy.authorization else {}
         if proxy and origin.scheme == "http":
-            target, headers = f"http://{origin}{target}", headers | user
+            target = f"http://{origin}{target}"
+            if proxy.authorization:
+                headers["Proxy-Authorization"] = proxy.authorization
         connection = self._connections.get(origin)
         if connection is not None:
             return connection, target, headers
-        host, port = (proxy.host, proxy.port) if proxy else (origin.host, origin.port)
         timeout_s, context = self._hub.settings.timeout_s, self._hub.context
         if origin.scheme == "http":
+            host, port = (proxy.host, proxy.port) if proxy else (origin.host, origin.port)
             connection = HTTPConnection(host, port, timeout=timeout_s)
+        elif proxy:
+            connection = Tunnel(origin, proxy, timeout_s, context)
         else:
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-            if proxy:
-                connection.set_tunnel(origin.host, origin.port, user)
+            connection = HTTPSConnection(
+                origin.host, origin.port, timeout=timeout_s, context=context
+            )
         self._connections[origin] = connection
         return connection, target, headers
 
@@ -215,7 +228,7 @@ class Client:
             raise self._refusal(response, origin, part)
         if response.getheader("Content-Encoding", "identity").lower() != "identity":
             raise failures.unusable(origin, part.file, "no Content-Encoding", "a compressed file")
-        if part.etag and etag and etag != part.etag:
+        if part.etag and etag and _opaque(etag) != _opaque(part.etag):
             raise failures.changed(part.file, "one ETag", "another ETag")
         content_range = response.getheader("Content-Range", "").strip()
         if status == 416 and part.begin == 0 and content_range == _EMPTY_FILE:
@@ -277,6 +290,9 @@ class Client:
     def _refusal(self, response: HTTPResponse, origin: Origin, part: Part) -> Exception:
         """The failure of an answer with the status of an error."""
         status, headers = response.status, response.headers
+        proxy = proxy_of(origin)
+        if status == failures.PROXY_USER and proxy and origin.scheme == "http":
+            return failures.by_proxy(RefusedByProxy(proxy, status), origin, part.file)
         is_hub, has_token = origin == self._hub.origin, bool(self._hub.settings.token)
         error = failures.refused(
             status, headers, origin, part.file, is_hub=is_hub, has_token=has_token
@@ -296,6 +312,11 @@ def _sent_range(status: int, length: int | None, content_range: str) -> tuple[in
         return -1, -1, 0, f"{status} without such a range"
     begin, last, total = map(int, match.groups())
     return begin, last + 1, total, f"bytes {begin}-{last} of {total}"
+
+
+def _opaque(etag: str) -> str:
+    """What is equal in a weak and a strong ETag of one file."""
+    return etag.strip().removeprefix("W/")
 
 
 def _check_revision(response: HTTPResponse, part: Part) -> None:
@@ -322,11 +343,25 @@ def _read_rest(response: HTTPResponse) -> None:
 
 
 def _write(file: IO[bytes], at: int, piece: bytes, name: str) -> None:
+    """Writes the whole piece. A file without a buffer may take less of it at a time; where no more
+    fits, the next write says why."""
+    rest = memoryview(piece)
     try:
         file.seek(at)
-        file.write(piece)
+        while rest:
+            written = file.write(rest)
+            if not written:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            rest = rest[written:]
     except OSError as error:
         raise failures.not_written(error, name) from None
+
+
+def _truncate(file: IO[bytes], part: Part) -> None:
+    try:
+        file.truncate(part.begin)
+    except OSError as error:
+        raise failures.not_written(error, part.file) from None
 
 
 def _trusting_context() -> ssl.SSLContext:

@@ -7,17 +7,25 @@ import re
 import ssl
 import time
 from email.message import Message
-from http.client import InvalidURL
+from http.client import BadStatusLine, HTTPException, IncompleteRead, InvalidURL, LineTooLong
 
 from modicum.errors import Error, failure
+from modicum.hub.proxies import RefusedByProxy
 from modicum.hub.urls import Origin
 
 RETRIED = frozenset((408, 429, 500, 502, 503, 504))
 """A server that answers with such a status is asked again."""
 MALFORMED = (ValueError, InvalidURL)
 """What http.client raises for a URL."""
-_TUNNEL = "Tunnel connection failed: "
-"""How http.client begins the message of a proxy's refusal; the status follows."""
+PROXY_USER = 407
+"""The status of a proxy that wants another user, or one at all."""
+_KINDS: dict[type[Exception], str] = {
+    IncompleteRead: "the end of the answer",
+    LineTooLong: "a header line of more than 65536 bytes",
+    BadStatusLine: "a first line that is not of HTTP",
+    HTTPException: "more than 100 header lines",
+}
+"""What http.client raises for an answer that it can't read."""
 
 
 def refused(
@@ -66,6 +74,17 @@ def asked_wait_s(status: int, headers: Message) -> float:
     return float(limit[1]) if limit else 0
 
 
+def by_proxy(refusal: RefusedByProxy, origin: Origin, file: str) -> Error:
+    """The error of a request that a proxy refuses."""
+    what = f"the proxy {refusal.proxy} refuses the connection to {origin}"
+    expected = f"a proxy that allows it, or {origin.host} in no_proxy"
+    if refusal.status == PROXY_USER:
+        what = f"the proxy {refusal.proxy} does not accept the user"
+        expected = f"{origin.scheme}_proxy=http://USER:PASSWORD@HOST[:PORT]"
+    got = f"status {refusal.status} from the proxy"
+    return failure("IO", what, file=file, expected=expected, got=got)
+
+
 def unreachable(error: Exception, origin: Origin, file: str, timeout_s: float) -> Error:
     """The error of a request that has no answer."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -74,6 +93,9 @@ def unreachable(error: Exception, origin: Origin, file: str, timeout_s: float) -
         return failure("IO", what, expected=expected, got=plain(error.verify_message))
     if isinstance(error, MALFORMED):
         return failure("IO", f"a URL of {origin} is malformed", file=file)
+    if isinstance(error, HTTPException) and not isinstance(error, OSError):
+        what, expected = f"{origin} sends no usable answer", "the headers of a hub"
+        return failure("IO", what, file=file, expected=expected, got=reason(error))
     got = f"no answer for {timeout_s:g} s" if isinstance(error, TimeoutError) else reason(error)
     expected = "a network, or a model in the cache"
     return failure("IO", f"{origin} can't be reached", file=file, expected=expected, got=got)
@@ -108,11 +130,9 @@ def reason(error: Exception) -> str:
     """The kind of a failure, without texts of the server and of the URL."""
     if isinstance(error, TimeoutError):
         return "no more bytes in time"
-    if isinstance(error, OSError) and str(error).startswith(_TUNNEL):
-        return f"status {plain(str(error).removeprefix(_TUNNEL).split(' ')[0])} from the proxy"
     if isinstance(error, OSError) and error.strerror:
         return plain(error.strerror)
-    return type(error).__name__
+    return _KINDS.get(type(error), type(error).__name__)
 
 
 def plain(text: str) -> str:

@@ -59,20 +59,24 @@ def _timeout_s(variables: Mapping[str, str]) -> float:
     text = _first(variables, "HF_HUB_DOWNLOAD_TIMEOUT")
     if not text:
         return _TIMEOUT_S
-    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
         expected, got = "a number of seconds", ascii(text[:20])
         raise failure("USAGE", "HF_HUB_DOWNLOAD_TIMEOUT", expected=expected, got=got)
-    return int(text)
+    return int(text) or _TIMEOUT_S
 
 
 def _token(variables: Mapping[str, str]) -> str | None:
     if _is_true(variables, "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
-    text = _first(variables, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") or _token_in_file(variables)
-    token = text.replace("\r", "").replace("\n", "").strip()
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    token = _cleaned(_first(variables, *names)) or _cleaned(_token_in_file(variables))
     if not _is_header(token):
         raise failure("USAGE", "the token of the hub is no text of a header", expected="hf_...")
     return token or None
+
+
+def _cleaned(token: str) -> str:
+    return token.replace("\r", "").replace("\n", "").strip()
 
 
 def _token_in_file(variables: Mapping[str, str]) -> str:

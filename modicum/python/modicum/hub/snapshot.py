@@ -10,7 +10,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from modicum import _modicum
-from modicum.errors import failure
+from modicum.errors import Error, failure
 from modicum.hub.client import Answer, Client, Hub, Part
 from modicum.hub.failures import changed, not_written
 from modicum.hub.parallel import in_parallel
@@ -125,8 +125,11 @@ class _Model(NamedTuple):
         part = Part(file, 0, guess_bytes, True, self.revision)
         answer = self._get(client, part)
         path, size_bytes = self.directory / file, answer.total or 0
-        with open(path, "rb") as start:
-            prefix = start.read(_PREFIX_BYTES)
+        try:
+            with open(path, "rb") as start:
+                prefix = start.read(_PREFIX_BYTES)
+        except OSError as error:
+            raise not_written(error, file) from None
         header_bytes = int.from_bytes(prefix, "little")
         end = min(_PREFIX_BYTES + header_bytes, size_bytes)
         if header_bytes > _LONGEST_HEADER:  # the program refuses it by these bytes
@@ -144,8 +147,13 @@ class _Model(NamedTuple):
             raise not_written(error, file) from None
 
     def _get(self, client: Client, part: Part) -> Answer:
-        with open(self.directory / part.file, "r+b", buffering=0) as file:
-            return client.get(self.path + quote(part.file, safe=""), part, file)
+        try:
+            with open(self.directory / part.file, "r+b", buffering=0) as file:
+                return client.get(self.path + quote(part.file, safe=""), part, file)
+        except Error:  # of the request
+            raise
+        except OSError as error:
+            raise not_written(error, part.file) from None
 
 
 def _guesses(files: Iterable[str], indexes: Sequence[Path]) -> dict[str, int]:

@@ -1,10 +1,7 @@
-"""URLs and proxies of requests. No text that is made here for a message has a query, a user or a
-password."""
+"""URLs of requests. No text that is made here for a message has a query, a user or a password."""
 
-import base64
-import urllib.request
 from typing import NamedTuple
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from modicum.errors import Error, failure
 
@@ -19,21 +16,19 @@ class Origin(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+        is_usual = self.port == _PORTS[self.scheme]
+        return self.authority.rpartition(":")[0] if is_usual else self.authority
+
+    @property
+    def authority(self) -> str:
+        """Host and port."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Url(NamedTuple):
     origin: Origin
     target: str
     """Path and query."""
-
-
-class Proxy(NamedTuple):
-    host: str
-    port: int
-    authorization: str | None
-    """The header's value, from a user and password in the proxy's URL."""
 
 
 def parsed(text: str) -> Url:
@@ -65,24 +60,3 @@ def redirected(text: str, location: str | None) -> str:
 def _refused(before: Origin, got: str) -> Error:
     what = f"{before} redirects to a URL that is not followed"
     return failure("IO", what, expected=f"a URL with {before.scheme}", got=got)
-
-
-def proxy_of(origin: Origin) -> Proxy | None:
-    """The proxy by http_proxy, https_proxy, all_proxy and no_proxy."""
-    proxies = urllib.request.getproxies()
-    text = proxies.get(origin.scheme) or proxies.get("all")
-    if not text or urllib.request.proxy_bypass(f"{origin.host}:{origin.port}"):
-        return None
-    try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        host, port = parts.hostname, parts.port or _PORTS["http"]
-    except ValueError:
-        host = None
-    if not host or parts.scheme != "http":
-        expected = "http://[USER:PASSWORD@]HOST[:PORT]"
-        what = f"the proxy for {origin.scheme} is of another kind"
-        raise failure("UNSUPPORTED", what, expected=expected)
-    if parts.username is None:
-        return Proxy(host, port, None)
-    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return Proxy(host, port, "Basic " + base64.b64encode(user.encode()).decode())
