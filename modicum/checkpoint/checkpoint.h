@@ -85,8 +85,8 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
 // config.json in a directory that has no weights in any format, no index and no saved checkpoints.
 // nullopt for any other path.
 std::optional<std::string> config_alone(FileSystem& files, const std::string& path);
-// Whether `path` is the name of a model of which the cache has no weights: ORG/NAME, and nothing
-// has this path. False if the cache can't be read.
+// Whether `path` is the name of a model of which the cache has no weights, or not all: ORG/NAME,
+// and nothing has this path. False if the cache can't be read.
 bool is_uncached_name(FileSystem& files, const std::string& path);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was

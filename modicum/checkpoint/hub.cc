@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <regex>
 
@@ -63,11 +64,41 @@ std::string line_of(FileSystem& files, const std::string& path) {
   return line;
 }
 
+// nullopt for a malformed index: whoever opens the checkpoint gets the error.
+std::optional<Index> index_at(FileSystem& files, const std::string& path) {
+  try {
+    return read_index(*files.open(path));
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+// Whether a file alone is a model's weights: not a part of several, and not the state of a trainer.
+bool is_whole_model(const std::string& name) {
+  constexpr std::array<std::string_view, 5> kOfTrainers = {
+      "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin"};
+  static const std::regex kPart(R"(.*-\d+-of-0*([2-9]|1\d)\d*\.safetensors)");
+  if (name.ends_with(".safetensors")) return !std::regex_match(name, kPart);
+  return is_pickle(name) &&
+         std::find(kOfTrainers.begin(), kOfTrainers.end(), name) == kOfTrainers.end();
+}
+
+// Whether a snapshot has each file that its index names or, without an index, a file of weights.
+// After a download that has ended early, some are missing, or are links that lead nowhere.
 bool has_weights(FileSystem& files, const std::string& directory) {
-  if (!files.is_directory(directory)) return false;
+  const auto is_there = [&](const std::string& name) {
+    return files.exists(join_path(directory, name));
+  };
   const std::vector<std::string> names = files.list(directory);
-  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
-    return name.ends_with(".safetensors") || is_pickle(name);
+  bool has_index = false;
+  for (const std::string& name : names) {
+    if (!name.ends_with(".safetensors.index.json")) continue;
+    const std::optional<Index> index = index_at(files, join_path(directory, name));
+    has_index = has_index || index || !is_there(name);
+    if (index && std::all_of(index->files.begin(), index->files.end(), is_there)) return true;
+  }
+  return !has_index && std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return is_whole_model(name) && is_there(name);
   });
 }
 
@@ -90,11 +121,10 @@ std::string cache_directory() {
 }
 
 std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path) {
-  if (!is_hub_name(path)) return std::nullopt;
-  const size_t slash = path.find('/');
-  const std::string model =
-      join_path(cache_directory(),
-                fmt::format("models--{}--{}", path.substr(0, slash), path.substr(slash + 1)));
+  if (!is_hub_name(path) && !is_component(path)) return std::nullopt;
+  std::string name = path;
+  if (const size_t slash = path.find('/'); slash != std::string::npos) name.replace(slash, 1, "--");
+  const std::string model = join_path(cache_directory(), fmt::format("models--{}", name));
   const std::string reference = join_path(model, "refs/main");
   if (!files.exists(reference)) return std::nullopt;
   const std::string revision = line_of(files, reference);
@@ -103,8 +133,8 @@ std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string&
          {.file = reference});
   }
   const std::string directory = join_path(join_path(model, "snapshots"), revision);
-  if (!has_weights(files, directory)) return std::nullopt;
-  return CachedModel{directory, {path, revision}};
+  if (!files.is_directory(directory)) return std::nullopt;
+  return CachedModel{directory, {path, revision}, has_weights(files, directory)};
 }
 
 std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& directory) {
@@ -122,7 +152,9 @@ std::optional<HubModel> model_of_headers(FileSystem& files, const std::string& d
 
 bool is_uncached_name(FileSystem& files, const std::string& path) {
   try {
-    return is_hub_name(path) && !files.exists(path) && !cached_snapshot(files, path);
+    if (!is_hub_name(path) || files.exists(path)) return false;
+    const std::optional<CachedModel> snapshot = cached_snapshot(files, path);
+    return !snapshot || !snapshot->is_whole;
   } catch (const Error&) {
     return false;  // whoever opens the path gets the error
   }

@@ -72,16 +72,29 @@ std::string expected_in(FileSystem& files, const std::string& directory,
          "`modicum synth --sparse` writes files of their shapes";
 }
 
+// Refuses a directory of which the user must name one file, such as `candidate`. In the cache, and
+// for headers, also says where it is: there the user has named only the model.
+[[noreturn]] void refuse_ambiguous(FileSystem& files, const std::string& directory,
+                                   const std::string& candidate, Facts facts,
+                                   const std::string& what) {
+  if (const auto model = model_of_headers(files, directory)) {
+    facts.expected =
+        fmt::format("a file in the directory that `hf download {}` prints", model->name);
+  } else if (directory.starts_with(join_path(cache_directory(), "models--"))) {
+    facts.expected = fmt::format("a file, such as {}", printable(join_path(directory, candidate)));
+  }
+  fail(Category::index_ambiguous, what, std::move(facts));
+}
+
 Source look_into(FileSystem& files, const std::string& directory) {
   std::vector<std::string> names = files.list(directory);
   std::erase(names, kHeadersFile);  // as in the directory with the values
   const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
   const std::vector<std::string> shards = names_ending_in(kShardEnding, names);
   auto ambiguous = [&](const std::vector<std::string>& candidates, const char* why) {
-    refuse_path(Category::index_ambiguous,
-                fmt::format("{}; name one: {}", why,
-                            printable(fmt::format("{}", fmt::join(candidates, ", ")))),
-                directory);
+    refuse_ambiguous(files, directory, candidates.front(), {.file = base_name(directory)},
+                     fmt::format("{}; name one: {}", why,
+                                 printable(fmt::format("{}", fmt::join(candidates, ", ")))));
   };
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
@@ -111,6 +124,15 @@ Source look_into(FileSystem& files, const std::string& directory) {
               *pickle);
 }
 
+[[noreturn]] void refuse_part(const std::string& name) {
+  const char* const without =
+      is_hub_name(name) ? " (without them `uvx modicum plan` reads the headers)" : "";
+  fail(Category::io, "the cache has only a part of the model",
+       {.expected = fmt::format("the files that `hf download {}` puts into {}{}", name,
+                                cache_directory(), without),
+        .got = name});
+}
+
 Source find_source(FileSystem& files, const std::string& path) {
   if (files.is_directory(path)) return look_into(files, path);
   if (files.exists(path)) {
@@ -119,6 +141,7 @@ Source find_source(FileSystem& files, const std::string& path) {
     return {parent_path(path), name, name.ends_with(".index.json"), {}};
   }
   if (const auto snapshot = cached_snapshot(files, path)) {
+    if (!snapshot->is_whole) refuse_part(path);
     Source source = look_into(files, snapshot->directory);
     source.hub = snapshot->model;
     return source;
@@ -144,9 +167,8 @@ void prove_unambiguous(FileSystem& files, const Source& source, const Index& ind
   constexpr std::string_view kSuffix = ".index.json";
   const std::string single = source.file.substr(0, source.file.size() - kSuffix.size());
   if (contains(index.files, single) || !files.exists(join_path(source.directory, single))) return;
-  refuse_path(Category::index_ambiguous,
-              fmt::format("both {} and an index of other files; name one", printable(single)),
-              source.file);
+  refuse_ambiguous(files, source.directory, source.file, {.file = source.file},
+                   fmt::format("both {} and an index of other files; name one", printable(single)));
 }
 
 void add_file(Checkpoint& checkpoint, const std::string& name) {

@@ -217,8 +217,11 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
     files.put(partial + "/refs/main", "abc123");
     files.put(partial + "/snapshots/abc123/" + name, "{}");
     EXPECT_TRUE(is_uncached_name(files, "org/partial")) << name;
-    EXPECT_NE(failure(files, "org/partial")->facts().expected.find("uvx modicum plan"),
-              std::string::npos);
+    const auto error = failure(files, "org/partial");
+    EXPECT_EQ(error->what_happened(), "the cache has only a part of the model");
+    EXPECT_EQ(error->facts().expected,
+              "the files that `hf download org/partial` puts into /hub (without them `uvx modicum "
+              "plan` reads the headers)");
   }
   EXPECT_EQ(failure(files, "org/other")->category(), Category::io);
   files.put(model + "/refs/main", "../../elsewhere");
@@ -226,6 +229,70 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
   files.put(model + "/refs/main", "");
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
+}
+
+// Catches: a download that has ended early, and is taken for the model.
+TEST(Open, AModelOfWhichTheCacheHasAPartIsUncached) {
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  const auto put_files = [](MemoryFileSystem& files, const std::vector<std::string>& names) {
+    files.put("/hub/models--o--n/refs/main", "r");
+    for (const std::string& name : names) {
+      files.put("/hub/models--o--n/snapshots/r/" + name,
+                name.ends_with(".json")
+                    ? R"({"weight_map":{"a":"m-1.safetensors","b":"m-2.safetensors"}})"
+                    : kSmall);
+    }
+  };
+  const std::string index = "model.safetensors.index.json";
+  const std::vector<std::vector<std::string>> whole = {
+      {index, "m-1.safetensors", "m-2.safetensors"},
+      {"pytorch_model.bin"},
+      {"model-00001-of-00001.safetensors"}};
+  for (const auto& names : whole) {
+    MemoryFileSystem files;
+    put_files(files, names);
+    EXPECT_FALSE(is_uncached_name(files, "o/n")) << names.back();
+  }
+  const std::vector<std::vector<std::string>> parts = {
+      {index, "m-1.safetensors"},
+      {index, "m-2.safetensors", "training_args.bin"},
+      {"training_args.bin", "optimizer.pt"},
+      {"model-00001-of-00002.safetensors"},
+      {"model-00002-of-00010.safetensors"}};
+  for (const auto& names : parts) {
+    MemoryFileSystem files;
+    put_files(files, names);
+    EXPECT_TRUE(is_uncached_name(files, "o/n")) << names.back();
+    EXPECT_EQ(failure(files, "o/n")->what_happened(), "the cache has only a part of the model");
+  }
+}
+
+TEST(Open, ACachedModelMayHaveNoOrganisation) {
+  MemoryFileSystem files;
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  files.put("/hub/models--gpt2/refs/main", "r");
+  files.put("/hub/models--gpt2/snapshots/r/model.safetensors", kSmall);
+  EXPECT_EQ(open_checkpoint(files, "gpt2").hub->name, "gpt2");
+  EXPECT_FALSE(is_uncached_name(files, "gpt2"));
+  EXPECT_FALSE(is_uncached_name(files, "gpt3"));
+  files.put("gpt2/model.safetensors", kSmall);
+  EXPECT_EQ(open_checkpoint(files, "gpt2").directory, "gpt2");
+}
+
+TEST(Open, AnAmbiguousModelOfTheHubSaysWhereItsFilesAre) {
+  MemoryFileSystem files;
+  const Variable hub("HF_HUB_CACHE", "/hub");
+  files.put("/hub/models--o--n/refs/main", "r");
+  for (const char* name : {"/hub/models--o--n/snapshots/r/", "/m/"}) {
+    files.put(std::string(name) + "a.safetensors", kSmall);
+    files.put(std::string(name) + "b.safetensors", kSmall);
+  }
+  EXPECT_EQ(failure(files, "o/n")->facts().expected,
+            "a file, such as /hub/models--o--n/snapshots/r/a.safetensors");
+  EXPECT_EQ(failure(files, "/m")->facts().expected, "");
+  files.put("/m/.headers-only", "o/n@r\n");
+  EXPECT_EQ(failure(files, "/m")->facts().expected,
+            "a file in the directory that `hf download o/n` prints");
 }
 
 TEST(Open, EnvironmentVariablesLocateTheCache) {

@@ -44,9 +44,10 @@ std::string cache_directory();  // of the Hugging Face Hub on this machine
 struct CachedModel {
   std::string directory;
   HubModel model;
+  bool is_whole = false;  // otherwise weights are missing: perhaps it is a tokenizer alone
 };
-// `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main.
-// nullopt if `path` is no such name, or the cache has no weights of it: perhaps a tokenizer alone.
+// `org/name` -> CACHE/models--org--name/snapshots/REV, where REV is the content of refs/main; the
+// name of an old model has no `org/`. nullopt if `path` is no such name, or is not in the cache.
 std::optional<CachedModel> cached_snapshot(FileSystem& files, const std::string& path);
 // In a directory of headers; holds `ORG/NAME@REVISION`.
 constexpr const char* kHeadersFile = ".headers-only";
