@@ -8,6 +8,7 @@ local directory has and the snapshot lacks; a directory of holes that is left be
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,26 @@ def test_a_model_of_which_the_cache_has_no_weights_is_asked_for(
     assert command(double, tmp_path, "inspect", NAME, "--json").json["revision"] == REVISION
 
 
+@pytest.mark.parametrize("damage", ["absent", "dangling"])
+def test_a_model_of_which_the_cache_has_a_part_is_asked_for(
+    double: HubDouble, model: Path, tmp_path: Path, damage: str
+) -> None:
+    """A download that has ended early, or whose blobs were removed."""
+    snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
+    shutil.copytree(model, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    assert command(double, tmp_path, "plan", NAME, "--json").json["revision"] == "abc"
+    shard = max(snapshot.glob("*.safetensors"))
+    shard.unlink()
+    if damage == "dangling":
+        shard.symlink_to("../../blobs/absent")
+    assert command(double, tmp_path, "plan", NAME, "--json").json["revision"] == REVISION
+    for verb, more in (("load", {}), ("plan", {"HF_HUB_OFFLINE": "1"})):
+        done = command(double, tmp_path, verb, NAME, "--json", **more)
+        assert done.code == 13 and "`hf download" in done.error["expected"], verb
+
+
 # ---- refusals
 
 
@@ -200,6 +221,10 @@ def test_a_checkpoint_is_refused_as_the_local_one(
     remote = command(double, tmp_path, "inspect", NAME, "--json")
     double.files = None
     assert local.error["category"] == category
+    if category == "INDEX.AMBIGUOUS":  # the user has no path of one of them
+        assert f"`hf download {NAME}`" in remote.error["expected"]
+        assert (remote.code, remote.error["file"]) == (local.code, local.error["file"])
+        return
     assert (remote.code, remote.stdout) == (local.code, local.stdout)
 
 

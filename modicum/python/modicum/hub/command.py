@@ -41,8 +41,8 @@ def run_on_headers(program: Path, verb: str, words: Sequence[str]) -> int | None
 def _run(program: Path, verb: str, words: Sequence[str], name: str) -> int:
     settings = settings_of(os.environ)
     if settings.is_offline:
-        what = "the model is not in the cache, and HF_HUB_OFFLINE is set"
-        expected = "a directory, a file, or a model in the cache"
+        what = "the cache lacks the model, or a part of it, and HF_HUB_OFFLINE is set"
+        expected = f"a directory, a file, or the files that `hf download {name}` gets"
         raise failure("IO", what, expected=expected, got=name)
     with _temporary_directory() as folder:
         begin_s = time.monotonic()
