@@ -85,6 +85,73 @@ class Release(unittest.TestCase):
         self.commit()
         self.assertEqual(self.found(), ["CHANGELOG.md: the section [1.2.3] is empty"])
 
+    def test_what_is_left_in_the_changelog(self) -> None:
+        ready = "## [1.2.3] - 2026-01-02\n\nNew.\n"
+        cases = {
+            "## [Unreleased]\n\n### Fixed\n\n": [],
+            "## [Unreleased]\n\n### Fixed\n\nA crash.\n\n": ["an empty [Unreleased]"],
+        }
+        for unreleased, expected in cases.items():
+            found = list(release.changelog_findings(unreleased + ready, "1.2.3"))
+            self.assertEqual(len(found), len(expected), found)
+            for words, line in zip(expected, found, strict=True):
+                self.assertIn(words, line)
+        for section, words in {
+            "## [1.2.3] - 2026-99-99\n\nNew.\n": "got 2026-99-99",
+            "## [1.2.3]\n\nNew.\n": "expected a section",
+            "## [1.2.3] - 2026-01-02\n\n### Fixed\n": "is empty",
+        }.items():
+            (line,) = release.changelog_findings(section, "1.2.3")
+            self.assertIn(words, line)
+
+    def test_a_run_that_has_passed_no_test(self) -> None:
+        first = next(iter(soak.PARTS))
+        self.rows[first] = self.rows[first].replace("| CPU | 1 |", "| CPU | 0 |")
+        self.write_rows()
+        (line,) = self.found()
+        self.assertTrue(line.endswith("passed no test"), line)
+
+    def test_changes_since_the_run(self) -> None:
+        for name in ("docs/a.md", "tests/a.py", "README.md", "scripts/release.py"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            self.write(name, "a")
+        self.write("CMakeLists.txt", "project(modicum VERSION 1.2.4 LANGUAGES CXX)\n")
+        self.write("CHANGELOG.md", "## [1.2.4] - 2026-01-02\n\nSaves are faster.\n")
+        self.commit()
+        self.assertEqual(self.found("1.2.4"), [])
+        for name in ("modicum/core.cc", "cmake/a.cmake", "scripts/wheels.sh"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            self.write(name, "a")
+        self.commit()
+        found = self.found("1.2.4")
+        self.assertEqual(len(found), len(soak.PARTS))
+        self.assertIn("since cmake/a.cmake and 2 other files changed", found[0])
+        self.rows = {part: self.row(part, self.head()) for part in soak.PARTS}
+        self.write_rows()
+        self.write("CMakeLists.txt", "project(modicum VERSION 1.2.4 LANGUAGES C CXX)\n")
+        self.commit()
+        self.assertIn("since CMakeLists.txt changed", self.found("1.2.4")[0])
+
+    def printed(self, *arguments: str) -> tuple[int, str]:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            return release.main(self.root, [*arguments]), printed.getvalue().strip()
+
+    def test_a_tag_that_exists(self) -> None:
+        self.git("tag", "v1.2.3")
+        self.assertEqual(self.printed("1.2.3"), (1, "the tag v1.2.3 exists"))
+        self.assertEqual(self.printed("1.2.3", "--check")[0], 0)
+        self.commit()
+        for more in ((), ("--check",)):
+            self.assertIn("v1.2.3 is at another commit", self.printed("1.2.3", *more)[1])
+
+    def test_a_key_that_is_missing(self) -> None:
+        self.git("config", "user.signingkey", "no-such-key")
+        self.git("config", "gpg.program", "false")
+        code, line = self.printed("1.2.3")
+        self.assertEqual((code, self.git("tag")), (1, ""))
+        self.assertRegex(line, r"^git can't sign the tag; .*user\.signingkey.*$")
+
     def test_each_part_of_soak_must_have_passed(self) -> None:
         first, second, third, fourth, *_ = soak.PARTS
         del self.rows[first]
