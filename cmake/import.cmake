@@ -1,12 +1,20 @@
-# modicum_import(TARGET HEADER LIBRARY): an imported target for a Debian library without a CMake
-# package. cmake/python.cmake installs the library into the wheel under its IMPORTED_SONAME.
+# modicum_import(TARGET HEADER LIBRARY [OPTIONAL]): an imported target for a Debian library without
+# a CMake package. If it is not there, CMake fails; with OPTIONAL there is no target.
+# cmake/python.cmake installs the library into the wheel under its IMPORTED_SONAME.
 function(modicum_import target header library)
   if(TARGET ${target})
     return()
   endif()
   string(MAKE_C_IDENTIFIER ${library} id)
-  find_path(${id}_INCLUDE_DIR ${header} REQUIRED)
-  find_library(${id}_LIBRARY ${library} REQUIRED)
+  set(required REQUIRED)
+  if(OPTIONAL IN_LIST ARGN)
+    set(required "")
+  endif()
+  find_path(${id}_INCLUDE_DIR ${header} ${required})
+  find_library(${id}_LIBRARY ${library} ${required})
+  if(NOT ${id}_INCLUDE_DIR OR NOT ${id}_LIBRARY)
+    return()
+  endif()
   file(REAL_PATH ${${id}_LIBRARY} found)
   execute_process(
     COMMAND ${CMAKE_OBJDUMP} -p ${found}

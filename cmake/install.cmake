@@ -3,7 +3,6 @@
 # third-party libraries are those of the machine.
 
 include(CMakePackageConfigHelpers)
-include(GNUInstallDirs)
 
 get_property(rooms GLOBAL PROPERTY MODICUM_ROOMS)
 set(package ${CMAKE_INSTALL_LIBDIR}/cmake/modicum)
@@ -18,15 +17,33 @@ foreach(room ${rooms})
           FILES_MATCHING PATTERN *.h PATTERN *_double*.h EXCLUDE PATTERN configs EXCLUDE)
 endforeach()
 
+list(JOIN rooms ", " room_names)
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/modicumConfig.cmake @ONLY CONTENT [[
 include(CMakeFindDependencyMacro)
 foreach(dependency Threads fmt simdjson hwy)
   find_dependency(${dependency})
 endforeach()
 include(${CMAKE_CURRENT_LIST_DIR}/import.cmake)
-modicum_import(re2::re2 re2/re2.h re2)
-modicum_import(nettle::nettle nettle/sha2.h nettle)
+modicum_import(re2::re2 re2/re2.h re2 OPTIONAL)
+modicum_import(nettle::nettle nettle/sha2.h nettle OPTIONAL)
+foreach(dependency re2 nettle)
+  if(NOT TARGET ${dependency}::${dependency})
+    set(modicum_FOUND FALSE)
+    set(modicum_NOT_FOUND_MESSAGE "modicum needs the library and the headers of ${dependency}.")
+    return()
+  endif()
+endforeach()
 include(${CMAKE_CURRENT_LIST_DIR}/modicumTargets.cmake)
+set(modicum_NOT_FOUND_MESSAGE "")
+foreach(component ${modicum_FIND_COMPONENTS})
+  if(TARGET modicum::${component})
+    set(modicum_${component}_FOUND TRUE)
+  elseif(modicum_FIND_REQUIRED_${component})
+    set(modicum_FOUND FALSE)
+    string(APPEND modicum_NOT_FOUND_MESSAGE "expected a component of @room_names@, "
+                                            "got ${component}. ")
+  endif()
+endforeach()
 ]])
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/modicumConfigVersion.cmake
                                  COMPATIBILITY SameMinorVersion)

@@ -95,8 +95,9 @@ function(modicum_room name)
   endif()
   add_library(modicum::${name} ALIAS modicum_${name})
   target_compile_features(modicum_${name} PUBLIC cxx_std_20)
-  target_include_directories(modicum_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
-                                                    $<INSTALL_INTERFACE:include>)
+  target_include_directories(
+    modicum_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+                           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   set_target_properties(modicum_${name} PROPERTIES EXPORT_NAME ${name})
   set_property(GLOBAL APPEND PROPERTY MODICUM_ROOMS ${name})
   target_link_libraries(modicum_${name} PUBLIC ${rooms} PRIVATE modicum_flags ${ROOM_PRIVATE})

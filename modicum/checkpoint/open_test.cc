@@ -231,7 +231,7 @@ TEST(Open, ModelNamesAreResolvedInTheHuggingFaceCache) {
   EXPECT_EQ(failure(files, "org/tiny-1.0")->category(), Category::io);
 }
 
-// Catches: a download that has ended early, and is taken for the model.
+// Catches: a download that has ended early, and counts as the model.
 TEST(Open, AModelOfWhichTheCacheHasAPartIsUncached) {
   const Variable hub("HF_HUB_CACHE", "/hub");
   const auto put_files = [](MemoryFileSystem& files, const std::vector<std::string>& names) {

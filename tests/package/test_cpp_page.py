@@ -114,17 +114,83 @@ def test_the_pages_project_links_and_runs(libraries, model, subdirectory):
     assert not [name for name in NOT_NEEDED if re.search(f"^{name}", cache, re.M)]
 
 
-@pytest.fixture(scope="module")
-def prefix(libraries: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(libraries: list[Path], place: Path, *options: str) -> Path:
     """The folder of an installation. The libraries have been built, so that CMake only copies."""
-    place = tmp_path_factory.mktemp("installed")
     build, prefix = place / "build", place / "prefix"
-    options = ("-DMODICUM_PROGRAM=OFF", "-DMODICUM_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release")
-    checked("cmake", "-S", ROOT, "-B", build, *options)
+    libraries_only = ("-DMODICUM_PROGRAM=OFF", "-DMODICUM_TESTS=OFF", "-DCMAKE_BUILD_TYPE=Release")
+    checked("cmake", "-S", ROOT, "-B", build, *libraries_only, *options)
     for library in libraries:
         shutil.copy(library, build)
     checked("cmake", "--install", build, "--component", "cpp", "--prefix", prefix)
     return prefix
+
+
+@pytest.fixture(scope="module")
+def prefix(libraries: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(libraries, tmp_path_factory.mktemp("installed"))
+
+
+def found(prefix: Path, project: Path, *words: str, options: tuple[str, ...] = ()) -> str:
+    """What CMake says of find_package(modicum) with these words, and whether it has found it."""
+    (project / "CMakeLists.txt").write_text(f"""\
+cmake_minimum_required(VERSION 3.25)
+project(finds LANGUAGES CXX)
+find_package(modicum {" ".join(words)})
+message(STATUS "modicum_FOUND=${{modicum_FOUND}}")
+""")
+    place = f"-DCMAKE_PREFIX_PATH={prefix}"
+    command = ["cmake", "-S", project, "-B", project / "build", place, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_package_that_lacks_a_library_is_not_found(prefix: Path, tmp_path: Path) -> None:
+    """A project that can do without it goes on."""
+    for without in ("-DCMAKE_DISABLE_FIND_PACKAGE_simdjson=ON", "-DCMAKE_IGNORE_PATH=/usr/include"):
+        shutil.rmtree(tmp_path / "build", ignore_errors=True)
+        assert "modicum_FOUND=0" in found(prefix, tmp_path, "QUIET", options=(without,)), without
+    said = found(prefix, tmp_path, "REQUIRED")
+    assert "modicum needs the library and the headers of re2." in said
+
+
+def test_components_are_rooms(prefix: Path, tmp_path: Path) -> None:
+    rooms = ("COMPONENTS", "stream", "base", "OPTIONAL_COMPONENTS", "other")
+    assert "modicum_FOUND=1" in found(prefix, tmp_path, "REQUIRED", *rooms)
+    said = found(prefix, tmp_path, "REQUIRED", "COMPONENTS", "stream", "no_room")
+    assert "expected a component of base, json, " in said and "got no_room." in said
+    assert "modicum_FOUND=0" in found(prefix, tmp_path, "QUIET", "COMPONENTS", "no_room")
+
+
+def test_headers_may_be_in_another_folder(libraries, model, tmp_path):
+    (tmp_path / "place").mkdir()
+    folder = "-DCMAKE_INSTALL_INCLUDEDIR=inc"
+    prefix = installed(libraries, tmp_path / "place", folder)
+    assert (prefix / "inc/modicum/stream/stream.h").is_file() and not (prefix / "include").exists()
+    finds = block("cmake").replace("add_subdirectory(modicum)", "find_package(modicum REQUIRED)")
+    lists = finds.replace("modicum::stream", "modicum::base")
+    program = '#include "modicum/base/error.h"\nint main() {}\n'
+    options = (f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_CXX_FLAGS=-O0")
+    configured(tmp_path, lists, *options, program=program)
+    checked("cmake", "--build", tmp_path / "build")
+
+
+def test_libraries_of_the_project_above_are_linked(tmp_path):
+    """Also without the network, since no sources of these are downloaded."""
+    names = "fmt simdjson hwy re2 nettle"
+    lists = f"""\
+cmake_minimum_required(VERSION 3.25)
+project(other LANGUAGES C CXX)
+foreach(name {names})
+  add_library(${{name}} INTERFACE)
+endforeach()
+add_library(simdjson::simdjson ALIAS simdjson)
+add_subdirectory({ROOT} modicum)
+add_executable(loader shards.cc)
+target_link_libraries(loader PRIVATE modicum::stream)
+"""
+    sources = ("-DMODICUM_FETCH=ON", "-DFETCHCONTENT_SOURCE_DIR_XXHASH=/usr/include")
+    configured(tmp_path, lists, *sources)
+    assert not (tmp_path / "build/_deps/fmt-src").exists()
 
 
 def test_a_project_finds_the_installed_libraries(prefix, model, tmp_path):
