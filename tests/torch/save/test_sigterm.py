@@ -346,8 +346,8 @@ def test_a_save_in_flight_at_the_end_of_the_context_is_committed(
 LOADER = """
 import os, signal, subprocess, sys, time, modicum.torch
 from torch.utils.data import DataLoader
-def batches():
-    return iter(DataLoader([*range(40)], num_workers=1))
+def batches(start=None):
+    return iter(DataLoader([*range(40)], num_workers=1, multiprocessing_context=start))
 def signal_all():  # as Slurm signals all processes of a job step
     for pid in (workers[0].pid, os.getpid()):
         subprocess.run(["kill", "-TERM", str(pid)])
@@ -355,11 +355,18 @@ def signal_all():  # as Slurm signals all processes of a job step
 """
 
 
-def test_a_sigterm_to_the_workers_of_a_loader_does_not_end_the_training() -> None:
-    """They end with their parent's SIGTERM, and by that of anyone once their parent has ended."""
+@pytest.mark.parametrize(
+    ("start", "ended_by_parent"),
+    (("fork", 0), ("forkserver", -15), pytest.param("spawn", 0, marks=pytest.mark.soak)),
+)
+def test_a_sigterm_to_the_workers_of_a_loader_does_not_end_the_training(
+    start: str, ended_by_parent: int
+) -> None:
+    """They end by a SIGTERM of the process that has started them, with the code that torch gives
+    it, and by that of anyone once this process has ended."""
     program = LOADER + (
         "with modicum.torch.save_on_sigterm(lambda: print('saved')) as preemption:\n"
-        "    loader, other = batches(), batches()\n"
+        f"    loader, other = batches({start!r}), batches({start!r})\n"
         "    next(other)  # the worker has set its signal handlers\n"
         "    workers = other._workers\n"
         "    workers[0].terminate()\n"
@@ -373,13 +380,17 @@ def test_a_sigterm_to_the_workers_of_a_loader_does_not_end_the_training() -> Non
         "        preemption.after_step()\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (143, "0\n[1]\nsaved\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (
+        143,
+        f"{ended_by_parent}\n[1]\nsaved\n",
+    ), ended.stderr
 
 
-def test_a_worker_of_a_parent_that_was_killed_ends_by_sigterm() -> None:
+@pytest.mark.parametrize("start", ("fork", pytest.param("forkserver", marks=pytest.mark.soak)))
+def test_a_worker_of_a_parent_that_was_killed_ends_by_sigterm(start: str) -> None:
     program = LOADER + (
         "with modicum.torch.save_on_sigterm(lambda: None):\n"
-        "    loader = batches()\n"
+        f"    loader = batches({start!r})\n"
         "    next(loader)\n"
         "    print(loader._workers[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

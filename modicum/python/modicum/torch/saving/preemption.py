@@ -117,7 +117,7 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
                 train(batch)
                 preemption.after_step()
 
-    SIGTERM is only noted in the context, and ignored by forked workers of data loaders that start
+    SIGTERM is only noted in the context, and ignored by workers of data loaders that start
     in it: Slurm signals them, too. After the next step all ranks agree, save and exit,
     whichever of them have got it, and whether at the same time or not. A second SIGTERM, more than
     a second later, ends the process at once, as one does outside the context; so does the kill if a

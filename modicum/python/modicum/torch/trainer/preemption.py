@@ -14,7 +14,7 @@ class SaveOnSigtermCallback(TrainerCallback):
         trainer = Trainer(model, args, callbacks=[SaveOnSigtermCallback()], ...)
         trainer.train(resume_from_checkpoint=last)
 
-    SIGTERM is only noted while Trainer trains, and ignored by forked workers of its data loaders.
+    SIGTERM is only noted while Trainer trains, and ignored by workers of its data loaders.
     After the next step all ranks agree, whichever of them have got it, and Trainer saves a
     checkpoint with all that it resumes from: model, optimizer, scheduler, random number generators
     and its own state. It does so whatever `save_strategy` is, and leaves out an evaluation of that
