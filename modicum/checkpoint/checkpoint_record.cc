@@ -129,14 +129,17 @@ uint64_t most_file_bytes(const std::string& name) {
 
 constexpr uint64_t kChunkText = 19;  // 16 digits, quotes, a comma
 
-// The length of the entries of `tensors`, unless names have escapes or dims are long. A text that
-// grows as it is written is in memory twice for a moment.
-uint64_t likely_bytes(const std::vector<CheckpointTensor>& tensors) {
+// The length of a tensor's entry with `sums`, unless its name has escapes or its dims are long.
+uint64_t likely_bytes(const TensorSpec& spec, uint64_t sums) {
   constexpr uint64_t kAround = 96, kDim = 8;
+  return spec.fqn.size() + kAround + kDim * spec.shape.size() + kChunkText * sums;
+}
+
+// A text that grows as it is written is in memory twice for a moment.
+uint64_t likely_bytes(const std::vector<CheckpointTensor>& tensors) {
   uint64_t bytes = 0;
   for (const CheckpointTensor& tensor : tensors) {
-    bytes += tensor.spec.fqn.size() + kAround + kDim * tensor.spec.shape.size() +
-             kChunkText * (tensor.chunks.size() + tensor.checksums.size());
+    bytes += likely_bytes(tensor.spec, tensor.chunks.size() + tensor.checksums.size());
   }
   return bytes;
 }
@@ -183,6 +186,17 @@ uint64_t most_record_bytes(std::span<const Manifest* const> parts,
     for (const DataFile& file : part->files) bytes += most_file_bytes(folder + file.name);
     for (const StoredTensor& tensor : part->tensors)
       bytes += tensor_bytes(tensor.spec, digest_chunks_of(tensor));
+  }
+  return bytes;
+}
+
+uint64_t record_bytes(const Manifest& part) {
+  uint64_t bytes = 0;
+  for (const StoredTensor& tensor : part.tensors) {
+    const uint64_t chunks = digest_chunks_of(tensor);
+    bytes += sizeof(CheckpointTensor) + heap_bytes(tensor.spec) +
+             2 * heap_block_bytes(chunks * sizeof(uint64_t)) +
+             likely_bytes(tensor.spec, 2 * chunks);
   }
   return bytes;
 }

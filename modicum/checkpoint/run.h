@@ -97,6 +97,8 @@ std::string record_json(const CheckpointRecord& record, bool with_checksums = tr
 // take less than 1 MiB, such as those that are copied from the source.
 uint64_t most_record_bytes(std::span<const Manifest* const> parts,
                            std::span<const std::string> others);
+// The memory that the tensors of `part` take in a record, with their entries in record_json.
+uint64_t record_bytes(const Manifest& part);
 // Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the
 // checkpoint is begun.
 void require_recordable(std::span<const Manifest* const> parts,

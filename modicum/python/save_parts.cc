@@ -228,7 +228,11 @@ Args:
       .def(
           "held",
           [](const PythonSaveParts& self, int threads, bool background, uint64_t own_bytes) {
-            return by_purpose(save_footprint(needs_of(self, threads, background), own_bytes));
+            const Manifest* const state = self.state_manifest();
+            const uint64_t record = record_bytes(self.model.save->plan.manifest()) +
+                                    (state != nullptr ? record_bytes(*state) : 0);
+            return by_purpose(
+                save_footprint(needs_of(self, threads, background), own_bytes, record));
           },
           "threads"_a = 1, "background"_a = false, "own_bytes"_a = 0,
           "The bytes by purpose that the save holds on this rank, without the tensors. `threads`: "

@@ -205,10 +205,12 @@ void promise_save(const std::shared_ptr<MadePlan>& python_plan, const StateFiles
                   uint64_t staging_bytes) {
   PlanOptions options = python_plan->plan.options;
   try {
-    SaveNeeds model = MadeSave(python_plan, form_of(python_plan->checkpoint())).plan.needs();
+    const MadeSave saved(python_plan, form_of(python_plan->checkpoint()));
+    SaveNeeds model = saved.plan.needs();
     // The load's staging may have been shrunk to the budget; a save's staging is never shrunk.
     model.footprint[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
-    options.save = save_footprint(std::vector{model, SaveNeeds{state.footprint()}});
+    const uint64_t record = record_bytes(saved.plan.manifest()) + record_bytes(state.manifest());
+    options.save = save_footprint(std::vector{model, SaveNeeds{state.footprint()}}, 0, record);
   } catch (const Error& error) {
     const Category why = error.category();
     if (why == Category::unsupported || why == Category::mismatch) return;

@@ -36,10 +36,14 @@ CompletedFiles complete_files(const Manifest& manifest, uint64_t point, int rank
     completed.files.push_back({manifest.files[f].name, manifest.files[f].identity.size_bytes,
                                header.size(), digest_of(header)});
   }
+  completed.tensors.reserve(manifest.tensors.size());
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
     CheckpointTensor& tensor = completed.tensors.emplace_back();
     tensor.spec = manifest.tensors[s].spec;
-    for (const ChunkSum& chunk : sums.of_tensor(s)) {
+    const std::span<const ChunkSum> chunks = sums.of_tensor(s);
+    tensor.chunks.reserve(chunks.size());
+    tensor.checksums.reserve(chunks.size());
+    for (const ChunkSum& chunk : chunks) {
       tensor.chunks.push_back(chunk.digest);
       tensor.checksums.push_back(chunk.checksum);
     }

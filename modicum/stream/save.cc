@@ -333,7 +333,8 @@ SaveNeeds SavePlan::needs() const {
   return needs;
 }
 
-Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes) {
+Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes,
+                         uint64_t record_bytes) {
   Footprint result;
   uint64_t staging = 0, gather = 0;
   for (const SaveNeeds& part : parts) {
@@ -342,7 +343,7 @@ Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes) {
     gather = std::max(gather, part.gather_bytes);
   }
   result[Purpose::staging] = staging + gather;
-  result[Purpose::header] += 2 * own_bytes;
+  result[Purpose::header] += 2 * own_bytes + record_bytes - std::min(record_bytes, staging);
   return result;
 }
 

@@ -76,8 +76,10 @@ struct SaveNeeds {
 // What a save of all `parts` holds on a rank; the one rule for every front. The parts are saved one
 // after the other: all their plans are held at the same time, but only one part's staging; one
 // Gather serves all. `own_bytes`: the rank's file of a program's own values, of which two copies
-// exist while it is written.
-Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes = 0);
+// exist while it is written. `record_bytes`: of the record, if the rank publishes the checkpoint,
+// which it does after its writes, without their staging.
+Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes = 0,
+                         uint64_t record_bytes = 0);
 
 // The destination of a save: an existing directory that has no file with the name of a saved one.
 struct SaveFiles {
