@@ -198,11 +198,21 @@ TEST_F(CommandLine, NumbersAreDecimal) {
       EXPECT_TRUE(has(error["message"].text(), flag)) << error["message"].text();
     }
   }
-  for (const char* words :
-       {"--clip 0x10", "--seed 0x10", "--seed -1", "--params 0x10", "--loss-scale=12abc",
-        "--loss-scale=0x10", "--loss-scale=nan", "--loss-scale=-1"}) {
+  for (const char* words : {"--clip 0x10", "--seed 0x10", "--seed -1", "--params 0x10",
+                            "--loss-scale=12abc", "--loss-scale=0x10", "--loss-scale=nan",
+                            "--loss-scale=-1", "--loss-scale=1e40", "--loss-scale=1e-42"}) {
     program.refuse(2, fmt::format("step {}", words));
   }
+  for (const char* flags : {"--step 9223372036854775808", "--step 99999999999999999999",
+                            "--step -1", "--step 1 --keep 99999999999999999999"}) {
+    program.refuse(2, fmt::format("save /moe /root {}", flags));
+  }
+  program.succeed("save /moe /root --step 9223372036854775807");
+}
+
+TEST_F(CommandLine, AFileOfTensorsHasABytesLimitAboveZero) {
+  for (const char* words : {"save /moe /root --step 1", "convert /moe /out", "synth /new --arch x"})
+    program.refuse(2, fmt::format("{} --shard-size 0", words));
 }
 
 TEST_F(CommandLine, SizesAreParsed) {
@@ -270,6 +280,9 @@ TEST_F(CommandLine, TooManyRanksForTheMachineAreRefused) {
 TEST_F(CommandLine, OnlyTheExpectedDigestPasses) {
   const std::string digest = program.succeed("load /moe --digest")["digest"].text();
   EXPECT_EQ(program.succeed("load /moe --expect-digest " + digest)["digest"].text(), digest);
+  std::string upper = digest;
+  std::transform(upper.begin(), upper.end(), upper.begin(), ::toupper);
+  program.succeed("load /moe --expect-digest " + upper);
   std::string other = digest;
   other[0] = other[0] == '0' ? '1' : '0';
   const Document error = program.refuse(12, "load /moe --ranks 2 --expect-digest " + other);
@@ -278,6 +291,17 @@ TEST_F(CommandLine, OnlyTheExpectedDigestPasses) {
   EXPECT_EQ(error["got"].text(), digest);
   program.refuse(2, "load /moe --expect-digest " + digest.substr(1));
   program.refuse(2, "load /moe --expect-digest xxxxxxxxxxxxxxxx");
+}
+
+TEST_F(CommandLine, WarningsOfBothSidesOfADiffAreShown) {
+  program.succeed("synth /parts --arch tiny-moe --shard-size 1500");
+  const std::string index = "/parts/model.safetensors.index.json";
+  std::string text = files.get(index);
+  const size_t at = text.find("\"total_size\":") + 13;
+  files.put(index, text.insert(at, "1"));
+  const Document found = program.succeed("diff /moe /parts");
+  ASSERT_EQ(found["warnings"].elements().size(), 1U);
+  EXPECT_TRUE(found["warnings"][0].text().starts_with("B: ")) << found["warnings"][0].text();
 }
 
 // ---- invalid input

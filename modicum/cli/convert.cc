@@ -39,7 +39,7 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
                "they are an error");
   app.option_defaults()->group("Files");
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: tensors are divided into files as in DIR")
+                 "largest size of a file's data; default: tensors are divided into files as in DIR")
       ->type_name("SIZE");
   app.add_flag("--sparse", flags.sparse,
                "leave a hole in the file, which takes no disk space, for each page of zeros");
@@ -57,8 +57,7 @@ int run_convert(const Args& args, const Surroundings& at) {
   ConvertFlags flags;
   add_convert_flags(app, flags);
   if (const auto done = parse(app, args, at)) return *done;
-  std::optional<uint64_t> shard_bytes;
-  if (!flags.shard_size.empty()) shard_bytes = parse_size(flags.shard_size);
+  const std::optional<uint64_t> shard_bytes = shard_size_of(flags.shard_size);
   std::optional<ConvertedForm> form;
   const auto prepare = [&](Run& run) {
     form.emplace(run.checkpoint, run.recipe, shard_bytes);

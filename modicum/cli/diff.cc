@@ -25,6 +25,13 @@ DiffReport::Difference reported(const Difference& difference) {
   return to;
 }
 
+std::vector<std::string> warnings_of(const Checkpoint& a, const Checkpoint& b) {
+  std::vector<std::string> warnings;
+  for (const std::string& warning : a.warnings) warnings.push_back("A: " + warning);
+  for (const std::string& warning : b.warnings) warnings.push_back("B: " + warning);
+  return warnings;
+}
+
 }  // namespace
 
 int run_diff(const Args& args, const Surroundings& at) {
@@ -50,8 +57,10 @@ int run_diff(const Args& args, const Surroundings& at) {
     const std::lock_guard lock(mutex);
     progress.show(done += more);
   });
-  DiffReport report{
-      .tensors = found.tensors, .bytes = found.bytes, .with_record = found.with_record};
+  DiffReport report{.tensors = found.tensors,
+                    .bytes = found.bytes,
+                    .with_record = found.with_record,
+                    .warnings = warnings_of(a, b)};
   for (const Difference& difference : found.found) {
     report.differences.push_back(reported(difference));
   }

@@ -300,6 +300,26 @@ void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded) {
   app.add_option_function<std::string>("--seed", parse, "seed of " + seeded + "; default 0");
 }
 
+CLI::Validator integer_from(int64_t least) {
+  const std::string range = fmt::format("in range {} to {}", least, INT64_MAX);
+  const auto check = [least, range](const std::string& text) -> std::string {
+    int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, value);
+    if (error == std::errc() && rest == end && value >= least) return {};
+    return fmt::format("Value {} not {}", text, range);
+  };
+  return CLI::Validator(check, range);
+}
+
+std::optional<uint64_t> shard_size_of(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  const uint64_t bytes = parse_size(text);
+  if (bytes > 0) return bytes;
+  fail(Category::usage, "the shard size must not be 0 bytes",
+       {.expected = "1 byte or more", .got = printable(text)});
+}
+
 double positive(const std::string& flag, double value) {
   if (std::isfinite(value) && value > 0) return value;
   fail(Category::usage, fmt::format("{} out of range", flag),

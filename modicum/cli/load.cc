@@ -17,14 +17,17 @@ struct LoadFlags {
   std::string report;
 };
 
+bool is_digest(const std::string& text) {
+  return text.size() == 16 && text.find_first_not_of("0123456789abcdefABCDEF") == std::string::npos;
+}
+
 void refuse_contradictions(const LoadFlags& flags) {
   if (!flags.check.empty() && flags.check != "values") {
     fail(Category::usage, fmt::format("unknown check '{}'", printable(flags.check)),
          {.expected = "values"});
   }
   const std::string& digest = flags.expect_digest;
-  if (!digest.empty() &&
-      (digest.size() != 16 || digest.find_first_not_of("0123456789abcdef") != std::string::npos)) {
+  if (!digest.empty() && !is_digest(digest)) {
     fail(Category::usage, "--expect-digest is not a digest",
          {.expected = "16 hex digits", .got = printable(digest)});
   }
@@ -36,7 +39,10 @@ void refuse_contradictions(const LoadFlags& flags) {
 void require_digest(const LoadFlags& flags, const LoadReport& report) {
   if (flags.expect_digest.empty()) return;
   const std::string found = digest_text(report.digest.value());
-  if (found == flags.expect_digest) return;
+  std::string expected = flags.expect_digest;
+  std::transform(expected.begin(), expected.end(), expected.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (found == expected) return;
   fail(Category::integrity, "the digest of the loaded model is not the expected one",
        {.expected = flags.expect_digest, .got = found});
 }

@@ -610,6 +610,19 @@ TEST_F(Promises, AlternativesChangeAsLittleAsPossible) {
   EXPECT_FALSE(strategy_of(none, "own-shard")["nodes"].elements().empty());
 }
 
+// The resumed ranks are fewer than those that saved, or more: the need is that of the greater run.
+TEST_F(Promises, ARehearsalNamesTheNeedOfBothItsRuns) {
+  for (const char* ranks : {"--ranks 2 --resume-ranks 3", "--ranks 3 --resume-ranks 1"}) {
+    const std::string words =
+        fmt::format("rehearse /moe --optimizer adamw:fp32 --save /root {}", ranks);
+    const int64_t needed = program.refuse(15, words + " --budget 1")["got"].bytes();
+    const Document error = program.refuse(15, fmt::format("{} --budget {}", words, needed - 1));
+    EXPECT_EQ(error["shortfall_bytes"].bytes(), 1);
+    program.succeed(fmt::format("{} --steps 1 --budget {}", words, needed));
+    files.remove_tree("/root");
+  }
+}
+
 // Three of four ranks would fit on a node, but torchrun starts equally many on each.
 TEST_F(Promises, NodesGetEquallyManyRanks) {
   files.put("/dense/model.safetensors", checkpoint_file({{"wte.weight", "BF16", {8192, 1024}}}));

@@ -40,16 +40,27 @@ RunFlags resumed_flags(const RehearseFlags& flags) {
   return resumed;
 }
 
-// Called before the load. Throws BUDGET if the resumed run would not fit, USAGE if it has too many
-// ranks, and UNSUPPORTED if its layout can't read the state.
-void require_resumable(const RehearseFlags& flags, const Run& run, const SavePlan& plan,
-                       const StateFiles& state) {
+uint64_t highest_peak(const Plan& plan) {
+  const std::vector<uint64_t> peaks = plan.promise.node_peaks();
+  return *std::max_element(peaks.begin(), peaks.end());
+}
+
+// Called before the load. Throws BUDGET if the resumed run would not fit, naming the need of the
+// run that needs more; USAGE if it has too many ranks, and UNSUPPORTED if its layout can't read the
+// state.
+void require_resumable(const RehearseFlags& flags, const Run& run, const StateFiles& state) {
   const RunFlags second_flags = resumed_flags(flags);
   require_cores(flags.common, second_flags.ranks);
+  const Strategy& strategy = *run.options.strategy;
+  const SavePlan plan(run.checkpoint, plan_run(run, strategy, std::nullopt), {});
   const Run resumed = resuming_run(second_flags, run, plan, state);
   const auto budget = budget_in_force(flags.common, nodes_of(second_flags));
-  const Plan resumed_plan = plan_run(resumed, *resumed.options.strategy, budget);
-  if (budget) require_fits(resumed_plan.promise, *budget);
+  const Plan second = plan_run(resumed, strategy, budget);
+  if (!budget || fits(second.promise, *budget)) return;
+  const auto first_budget = budget_in_force(flags.common, nodes_of(flags.run));
+  const Plan first = plan_run(run, strategy, first_budget);
+  if (highest_peak(first) > highest_peak(second)) require_fits(first.promise, *first_budget);
+  require_fits(second.promise, *budget);
 }
 
 RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings& at) {
@@ -59,7 +70,6 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings
       at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
-        require_resumable(flags, task.run, plan, *state);
         const SaveTask save{.load = task,
                             .plan = plan,
                             .root = flags.save,
@@ -77,6 +87,7 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings
       [&](Run& run) {
         state.emplace(run);
         run.options.save = save_footprint_of(run, form, &*state);
+        require_resumable(flags, run, *state);
       });
   state.reset();
   report.add_resumed(resume_checkpoint(at, flags.common, resumed_flags(flags),

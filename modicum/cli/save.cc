@@ -41,14 +41,14 @@ void add_save_flags(CLI::App& app, SaveFlags& flags) {
       ->required();
   app.add_option("--step", flags.step, "the number of the training step: S of ROOT/step-S")
       ->required()
-      ->check(CLI::Range(int64_t{0}, INT64_MAX));
+      ->check(integer_from(0));
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: tensors are divided into files as in DIR")
+                 "largest size of a file's data; default: tensors are divided into files as in DIR")
       ->type_name("SIZE");
   app.add_option("--keep", flags.keep,
                  "intact checkpoints to keep, this one included: after the save, remove all others "
                  "but those with the highest numbers; default: keep all")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+      ->check(integer_from(1));
   app.add_option("--unused", flags.unused,
                  "copy (default) or drop the stored tensors that the recipe leaves unused")
       ->check(CLI::IsMember({"copy", "drop"}))
@@ -106,7 +106,7 @@ int run_save(const Args& args, const Surroundings& at) {
   }
   const int64_t grace_ns = flags.grace ? grace_ns_of(*flags.grace) : 0;
   SaveForm form{.copies_unused = flags.unused == "copy"};
-  if (!flags.shard_size.empty()) form.shard_bytes = parse_size(flags.shard_size);
+  form.shard_bytes = shard_size_of(flags.shard_size);
   std::optional<ResumeState> from;
   const bool has_state = open_state(at, flags, app.count("--seed") > 0, from);
   std::optional<StateFiles> state;

@@ -71,6 +71,14 @@ double positive_number(const std::string& flag, const std::string& text) {
        {.expected = "a finite number above 0", .got = printable(text)});
 }
 
+// AdamW divides gradients by the scale, in float32.
+float loss_scale_of(double value) {
+  const auto scale = static_cast<float>(value);
+  if (std::isfinite(scale) && std::isfinite(1 / scale)) return scale;
+  fail(Category::usage, "--loss-scale out of range",
+       {.expected = "finite in float32, like its inverse", .got = fmt::format("{}", value)});
+}
+
 StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   StepTask task = flags.task;
   require_cores(flags.common, task.ranks);
@@ -86,7 +94,7 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   if (app.count("--loss-scale") > 0) {
     const bool is_given = !flags.loss_scale.empty() && !flags.loss_scale[0].empty();
     task.loss_scale =
-        static_cast<float>(is_given ? positive_number("--loss-scale", flags.loss_scale[0]) : 65536);
+        loss_scale_of(is_given ? positive_number("--loss-scale", flags.loss_scale[0]) : 65536);
   }
   task.compares = !flags.no_compare;
   return task;

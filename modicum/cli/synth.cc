@@ -75,7 +75,7 @@ int run_synth(const Args& args, const Surroundings& at) {
       ->option_text("N,...");
   if (const auto done = parse(app, args, at)) return *done;
   options.dtype = dtype_flag(dtype);
-  if (!shard_size.empty()) options.shard_size_bytes = parse_size(shard_size);
+  if (const auto bytes = shard_size_of(shard_size)) options.shard_size_bytes = *bytes;
   options.threads = common.threads > 0 ? common.threads : granted_cpus();
   require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
   std::optional<Progress> progress;

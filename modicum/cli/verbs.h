@@ -12,6 +12,7 @@
 #include "modicum/runs/runs.h"
 
 namespace CLI {
+class Validator;
 class App;
 }  // namespace CLI
 
@@ -73,6 +74,11 @@ void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common);
 void require_host_memory(const RunFlags& flags, std::string_view verb);
 // Adds --seed, an unsigned 64-bit number. `seeded` names what it seeds, for the help text.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
+// A check that a flag is an integer from `least` to 2^63 - 1. CLI::Range would accept longer ones,
+// which CLI11 converts to 2^63 - 1.
+CLI::Validator integer_from(int64_t least);
+// The bytes of --shard-size; empty if `text` is. Throws USAGE for 0 bytes.
+std::optional<uint64_t> shard_size_of(const std::string& text);
 // Returns `value`. Throws USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
 

@@ -90,7 +90,9 @@ std::string diff_json(const DiffReport& report) {
     }
     out.end_object();
   }
-  return out.end_array().end_object().text();
+  out.end_array();
+  warnings_member(out, report.warnings);
+  return out.end_object().text();
 }
 
 std::string diff_text(const DiffReport& report) {
@@ -112,7 +114,8 @@ std::string diff_text(const DiffReport& report) {
   }
   return text + compared_text(report.with_record) +
          fmt::format("{}, {} compared: {}\n", counted(report.tensors, "tensor"),
-                     format_size(report.bytes), summary_of(report));
+                     format_size(report.bytes), summary_of(report)) +
+         warnings_text(report.warnings);
 }
 
 }  // namespace modicum

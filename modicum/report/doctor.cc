@@ -34,7 +34,7 @@ std::vector<ChildProcess> sharers_of(const Program& program) {
 void finding_object(JsonWriter& out, const Finding& finding) {
   out.begin_object().member("id", finding.id).key("value");
   std::visit([&out](const auto& value) { out.value(value); }, finding.value);
-  if (finding.limit_bytes) out.member("limit_bytes", *finding.limit_bytes);
+  out.member("limit_bytes", finding.limit_bytes);
   if (finding.limit_count) out.member("limit_count", *finding.limit_count);
   out.member("severity", severity_name(finding.severity));
   out.member("summary", finding.summary).member("advice", finding.advice).end_object();

@@ -401,7 +401,7 @@ TEST(Doctor, JsonHasTheContractsKeys) {
   facts.settings = {};
   const std::string machine = doctor_json(facts);
   EXPECT_TRUE(machine.starts_with(
-      R"({"findings":[{"id":"shm_size","value":"none","severity":"warning","summary":)"))
+      R"({"findings":[{"id":"shm_size","value":"none","limit_bytes":null,"severity":"warning",)"))
       << machine;
   EXPECT_NE(machine.find(R"({"id":"cgroup_memory","value":42949672960,"limit_bytes":107374182400,)"
                          R"("severity":"info","summary":)"),

@@ -143,6 +143,11 @@ void phases_member(JsonWriter& out, std::span<const PhaseReport> phases,
   out.end_array();
 }
 
+std::string cgroup_text(uint64_t peak_bytes) {
+  return fmt::format("cgroup   {} at most at one time, page cache included\n",
+                     format_size(peak_bytes));
+}
+
 std::string outcome_text(const PromiseAndOutcomes& outcomes) {
   static constexpr std::string_view kRow = "{:<8} {:>12} {:>12} {:>12} {:>19} {:>12}\n";
   std::string text =
@@ -163,8 +168,7 @@ std::string outcome_text(const PromiseAndOutcomes& outcomes) {
          {.kernel_peak_bytes = node_kernel_peak(outcomes, node)}, "");
   }
   if (outcomes.cgroup_peak_bytes) {
-    text += fmt::format("cgroup   {} at most at one time, page cache included\n",
-                        format_size(*outcomes.cgroup_peak_bytes));
+    text += cgroup_text(*outcomes.cgroup_peak_bytes);
   }
   return text;
 }

@@ -38,6 +38,7 @@ struct PromiseAndOutcomes {
   std::optional<uint64_t> cgroup_peak_bytes = std::nullopt;
 };
 void outcome_members(JsonWriter& out, const PromiseAndOutcomes& outcomes);  // `nodes` and `ranks`
+std::string cgroup_text(uint64_t peak_bytes);                               // a line
 std::string outcome_text(const PromiseAndOutcomes& outcomes);               // a table
 void phases_member(JsonWriter& out, std::span<const PhaseReport> phases,
                    const LauncherMemory& launcher);

@@ -21,6 +21,7 @@ void RehearseReport::add_resumed(const LoadReport& resumed) {
   }
   launcher.with_ranks = std::max(launcher.with_ranks, resumed.launcher.with_ranks);
   launcher.alone = std::max(launcher.alone, resumed.launcher.alone);
+  cgroup_peak_bytes = std::max(cgroup_peak_bytes, resumed.cgroup_peak_bytes);
 }
 
 std::string rehearse_json(const RehearseReport& report) {
@@ -35,6 +36,7 @@ std::string rehearse_json(const RehearseReport& report) {
   out.key("promised_bytes").begin_array();
   for (const uint64_t peak : report.promised_bytes) out.value(peak);
   out.end_array();
+  if (report.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *report.cgroup_peak_bytes);
   phases_member(out, report.phases, report.launcher);
   out.member("grad_norm", report.grad_norm).member("max_norm", report.max_norm);
   out.member("model_digest", digest_text(report.model_digest));
@@ -58,6 +60,7 @@ std::string rehearse_text(const RehearseReport& report) {
     text += fmt::format("\n{}\n{}", phase.name,
                         outcome_text({phase.promise, phase.ranks, report.launcher}));
   }
+  if (report.cgroup_peak_bytes) text += '\n' + cgroup_text(*report.cgroup_peak_bytes);
   text += budget_text(report.budget);
   if (report.grad_norm) text += fmt::format("gradient norm {:.6g}\n", *report.grad_norm);
   text += fmt::format("state digest {}, model digest {}\n", digest_text(report.state_digest),

@@ -264,6 +264,7 @@ struct RehearseReport {
   std::vector<uint64_t> promised_bytes;  // by node: the highest promise of all phases
   std::vector<PhaseReport> phases;
   LauncherMemory launcher;
+  std::optional<uint64_t> cgroup_peak_bytes;  // in all phases, page cache included
   int steps = 0;
   uint64_t seed = 0;
   double load_s = 0;
@@ -329,9 +330,10 @@ struct DiffReport {
     std::string_view rounded_to;        // set for "dtype" if the values were compared
     int64_t overflowed = 0;             // finite values that became infinite by the rounding
   };
-  uint64_t tensors = 0;        // compared
-  uint64_t bytes = 0;          // compared, of A
-  ComparedValues with_record;  // of the saved checkpoints among A and B
+  uint64_t tensors = 0;               // compared
+  uint64_t bytes = 0;                 // compared, of A
+  ComparedValues with_record;         // of the saved checkpoints among A and B
+  std::vector<std::string> warnings;  // of A and of B
   std::vector<Difference> differences;
 
   // The differences of dtypes alone: values were compared, and are equal after rounding.
@@ -348,6 +350,7 @@ struct ConvertReport {
   Promise promise;
   std::vector<RankOutcome> ranks;  // one rank
   LauncherMemory launcher;
+  std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
   std::string path;
   bool is_durable = true;  // as in SaveReport
   uint64_t written_bytes = 0;

@@ -105,7 +105,7 @@ std::string convert_json(const ConvertReport& report) {
   if (!report.step) compared_members(out, report.compared);
   if (report.losses) losses_members(out, *report.losses);
   budget_member(out, report.budget);
-  outcome_members(out, {report.promise, report.ranks, report.launcher});
+  outcome_members(out, {report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   return out.end_object().text();
 }
 
@@ -116,7 +116,7 @@ std::string convert_text(const ConvertReport& report) {
   if (report.kept_files > 0) text += fmt::format(", {} kept", report.kept_files);
   text += '\n';
   text += names_text("left out", report.left_out) + "\n";
-  text += outcome_text({report.promise, report.ranks, report.launcher});
+  text += outcome_text({report.promise, report.ranks, report.launcher, report.cgroup_peak_bytes});
   text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
           digest_text(report.digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);

@@ -18,7 +18,7 @@ namespace {
 
 // The absolute difference of two numbers; infinite if only one is finite, or one is NaN.
 double distance(double a, double b) noexcept {
-  if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
+  if (a == b) return 0;
   const double difference = std::abs(a - b);
   return std::isfinite(difference) ? difference : std::numeric_limits<double>::infinity();
 }

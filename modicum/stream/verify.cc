@@ -22,26 +22,29 @@ class Verify {
         part_(part),
         buffer_(ChunkSums::kChunkBytes) {}
 
-  Verification run() {
+  // `is_enough`: whether to end before the values of tensors if a file has a fault.
+  Verification run(bool is_enough) {
     for (const CheckpointFile& file : checkpoint_.record.files) {
       out_.files.push_back({file.name, file.bytes, std::nullopt});
       guarded(out_.files.back(), [&] { check_digested(file); });
     }
-    if (out_.first_fault() != nullptr) return std::move(out_);
-    check_tensors(checkpoint_.path, "", checkpoint_.record.tensors);
-    if (!checkpoint_.record.state.empty()) {
-      check_tensors(join_path(checkpoint_.path, kStateDirectory),
-                    std::string(kStateDirectory) + "/", checkpoint_.record.state);
-    }
+    if (is_enough && out_.first_fault() != nullptr) return std::move(out_);
+    check_part("", checkpoint_.record.tensors);
+    if (!checkpoint_.record.state.empty()) check_part(kStateFolder, checkpoint_.record.state);
     return std::move(out_);
   }
 
  private:
+  // Whether the error ends the call.
+  static bool is_ending(const Error& error) {
+    return error.category() == Category::cancelled || error.category() == Category::preempted;
+  }
+
   static void guarded(VerifiedFile& file, FunctionRef<void()> check) {
     try {
       check();
     } catch (const Error& error) {
-      if (error.category() == Category::cancelled || error.category() == Category::preempted) throw;
+      if (is_ending(error)) throw;
       if (!file.fault) file.fault = error;
     }
   }
@@ -55,6 +58,30 @@ class Verify {
     check_digest(files_, checkpoint_.path, file);
   }
 
+  // Checks the tensors in a folder of the checkpoint. The files of a part that can't be opened have
+  // no values to check: its error is a fault of the file that it names.
+  void check_part(const std::string& folder, const std::vector<CheckpointTensor>& tensors) {
+    try {
+      check_tensors(join_path(checkpoint_.path, folder), folder, tensors);
+    } catch (const Error& error) {
+      if (is_ending(error)) throw;
+      Facts facts = error.facts();
+      facts.file = folder + facts.file;
+      const auto file = find(facts.file);
+      const Error named(error.category(), error.what_happened(), std::move(facts));
+      if (file == out_.files.end()) {
+        if (out_.first_fault() == nullptr) throw named;
+      } else if (!file->fault) {
+        file->fault = named;
+      }
+    }
+  }
+
+  std::vector<VerifiedFile>::iterator find(const std::string& name) {
+    return std::find_if(out_.files.begin(), out_.files.end(),
+                        [&](const VerifiedFile& verified) { return verified.name == name; });
+  }
+
   // Each header is verified by check_digested, of this or another caller, so that a wrong offset of
   // a tensor is a fault, too.
   void check_tensors(const std::string& directory, const std::string& prefix,
@@ -64,9 +91,7 @@ class Verify {
     const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
     for (const StoredTensor& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
-      const auto file =
-          std::find_if(out_.files.begin(), out_.files.end(),
-                       [&](const VerifiedFile& verified) { return verified.name == name; });
+      const auto file = find(name);
       if (file == out_.files.end()) {
         fail(Category::integrity, "the checkpoint's record does not list this file",
              {.file = name});
@@ -148,13 +173,13 @@ const Error* Verification::first_fault() const noexcept {
 
 Verification verify_checkpoint(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                                const VerifyPart& part) {
-  return Verify(files, path, poll, part).run();
+  return Verify(files, path, poll, part).run(/*is_enough=*/false);
 }
 
 std::optional<Error> damage_of_checkpoint(FileSystem& files, const std::string& path,
                                           FunctionRef<void()> poll, const VerifyPart& part) {
   try {
-    const Verification verified = verify_checkpoint(files, path, poll, part);
+    const Verification verified = Verify(files, path, poll, part).run(/*is_enough=*/true);
     for (const VerifiedFile& file : verified.files) {
       if (file.fault && is_damage(file.fault->category())) return file.fault;
     }

@@ -15,7 +15,7 @@ namespace {
 
 const std::string kStep = "/root/step-1";
 
-// A checkpoint with one tensor.
+// A checkpoint with one tensor, and a text.
 void save_one_tensor(MemoryFileSystem& files) {
   const CheckpointInFlight step = begin_checkpoint(files, "/root", 1, {"host", 7, 11});
   const std::vector<TensorSpec> specs = {{"w", Role::param, DType::f32, {16}}};
@@ -24,6 +24,7 @@ void save_one_tensor(MemoryFileSystem& files) {
   SafetensorsWriter writer(files, join_path(step.directory, "model.safetensors"), specs);
   writer.write(0, 0, std::as_bytes(std::span(values)));
   writer.finish();
+  files.put(join_path(step.directory, "notes"), "notes");
   const std::string written = files.get(join_path(step.directory, "model.safetensors"));
   const uint64_t header = written.size() - values.size() * sizeof(float);
   const uint64_t chunk = digest_run(digest_seed(specs[0]), std::as_bytes(std::span(values)).data(),
@@ -34,7 +35,8 @@ void save_one_tensor(MemoryFileSystem& files) {
                       .world_size = 1,
                       .tool = "modicum",
                       .files = {{"model.safetensors", written.size(), header,
-                                 digest_of(std::string_view(written).substr(0, header))}},
+                                 digest_of(std::string_view(written).substr(0, header))},
+                                {"notes", 5, 5, digest_of(std::string_view("notes"))}},
                       .tensors = {{specs[0], {chunk}}}});
 }
 
@@ -76,6 +78,17 @@ TEST(Verify, DamageIsReturned) {
   EXPECT_EQ(damage->facts().tensor, "w");
   files.remove(kStep + "/COMMIT");
   EXPECT_EQ(damage_of_checkpoint(files, kStep, [] {})->category(), Category::uncommitted);
+}
+
+TEST(Verify, ValuesAreReadAlsoIfAnotherFileIsDamaged) {
+  MemoryFileSystem files;
+  save_one_tensor(files);
+  change_last_byte(files);
+  files.put(kStep + "/notes", "Notes");
+  const Verification verified = verify_checkpoint(files, kStep, [] {});
+  ASSERT_EQ(verified.files.size(), 2U);
+  for (const VerifiedFile& file : verified.files) EXPECT_TRUE(file.fault) << file.name;
+  EXPECT_EQ(verified.files[0].fault->facts().tensor, "w");
 }
 
 }  // namespace

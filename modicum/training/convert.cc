@@ -162,6 +162,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   add_companions(task, conversion, report);
   add_published(report, conversion.publish());
   report.launcher = world.launcher_memory();
+  report.cgroup_peak_bytes = world.cgroup_peak.bytes();
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
   for (const DataFile& file : task.form.manifest().files) {
     report.files.push_back({file.name, file.identity.size_bytes});

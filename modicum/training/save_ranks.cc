@@ -137,6 +137,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
                         .format = *task.load.run.optimizer,
                         .promised_bytes = task.load.plan.promise.node_peaks(),
                         .launcher = outcome.launcher,
+                        .cgroup_peak_bytes = outcome.cgroup_peak_bytes,
                         .steps = task.steps,
                         .seed = task.seed,
                         .load_s = outcome.load_s,
