@@ -692,6 +692,29 @@ def test_an_optimizer_that_is_made_in_inference_mode_steps() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_of_the_program_stays_where_it_is() -> None:
+    """The gradients are parts of one tensor, as in data parallelism by hand, whose all-reduce here
+    is a multiplication."""
+    weights = []
+    for kind in (AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        parameters = [*model.parameters()]
+        optimizer = kind(parameters, lr=1e-2)
+        flat = torch.zeros(sum(p.numel() for p in parameters))
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        for k in range(3):
+            flat.zero_()
+            model(torch.full((2, 8), 1.0 + k)).pow(2).mean().backward()
+            flat.mul_(0.1)
+            optimizer.step()
+        assert parameters[0].grad.untyped_storage().data_ptr() == flat.data_ptr()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+
+
 def test_a_gradient_with_a_graph_is_differentiated_as_in_torch() -> None:
     pair = Pair()
 

@@ -10,7 +10,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import BudgetError, UsageError, refusal
-from modicum.options import MemoryPolicy, read_options
+from modicum.options import MemoryPolicy, read_options, require_ledger, require_seed
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (
@@ -38,8 +38,7 @@ from modicum.torch.optim.state_dicts import (
 )
 from modicum.torch.optim.states import (
     options_of,
-    require_ledger,
-    require_seed,
+    require_flag,
     require_text,
     unscale_of,
 )
@@ -148,8 +147,8 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.state_format = require_text("state_format", state_format)
         self.semantics, self.seed = require_text("semantics", semantics), require_seed(seed)
-        self.bias_correction = bias_correction
-        self.ledger = require_ledger(holding["ledger"])
+        self.bias_correction = require_flag("bias_correction", bias_correction)
+        self.ledger = require_ledger(holding["ledger"]) or _modicum.Ledger()
         self.skipped_steps = 0
         self._pin, self._fork = holding["pin"], holding["fork"]
         self._max_norm: float | None = None

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import unserializable_hook
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.names import fqns_of, listed_in, modules_alive
@@ -172,18 +173,23 @@ def refuse_lost(lacking: Sequence[Part], parts: Collection[Part]) -> None:
 
 def hook(slots: Mapping[Part, Slot]) -> None:
     """Registers hooks that move each gradient to its buffer (its part of the state's memory for
-    gradients) once autograd has accumulated it, and free the gradient's own memory."""
+    gradients) once autograd has accumulated it, and free the gradient's own memory. A gradient that
+    autograd adds to the program's tensor stays there: the program may go on to change it, and the
+    step copies it."""
     for part, slot in slots.items():
-        if slot.hook is None and slot.grad is not None and part.parameter.requires_grad:
-            take = _taking(part, slot)
-            slot.hook = part.parameter.register_post_accumulate_grad_hook(take)
+        if not slot.hooks and slot.grad is not None and part.parameter.requires_grad:
+            note, take = _noting(part, slot), _taking(part, slot)
+            slot.hooks = (
+                part.parameter.register_hook(note),
+                part.parameter.register_post_accumulate_grad_hook(take),
+            )
 
 
 def unhook(slots: Iterable[Slot]) -> None:
     for slot in slots:
-        if slot.hook is not None:
-            slot.hook.remove()
-        slot.hook = None
+        for handle in slot.hooks:
+            handle.remove()
+        slot.hooks = ()
 
 
 def leave_buffers(slots: Mapping[Part, Slot]) -> None:
@@ -206,6 +212,20 @@ def unbind(slots: Mapping[Part, Slot]) -> None:
         leave_buffers(slots)
 
 
+def _noting(part: Part, slot: Slot) -> Callable[[torch.Tensor], None]:
+    """A hook of the part's parameter, called before autograd accumulates its gradient. It keeps
+    neither alive, as that of `_taking`."""
+    part_of, slot_of = ref(part), ref(slot)
+
+    def note(_: torch.Tensor) -> None:
+        part, slot = part_of(), slot_of()
+        if part is not None and slot is not None:
+            grad = part.parameter.grad
+            slot.is_programs = grad is not None and grad is not slot.grad
+
+    return unserializable_hook(note)  # a pickled parameter lacks it, without a warning
+
+
 def _taking(part: Part, slot: Slot) -> Callable[[nn.Parameter], None]:
     """A hook of the part's parameter. It keeps neither alive: Python does not collect a cycle
     through a tensor's hooks."""
@@ -216,7 +236,7 @@ def _taking(part: Part, slot: Slot) -> Callable[[nn.Parameter], None]:
         if part is None or slot is None:
             return
         grad, buffer = parameter.grad, slot.grad_buffer
-        if grad is None or slot.grad is None or grad is slot.grad:
+        if grad is None or slot.grad is None or grad is slot.grad or slot.is_programs:
             return
         if grad.is_sparse or grad.dtype != buffer.dtype:
             return

@@ -124,8 +124,10 @@ class Slot:
     """A view of `grad_buffer` that can be `parameter.grad`; None if gradients are copied there."""
     grad_place: tuple[Any, ...] = ()
     """`place_of(grad)` when it was made."""
-    hook: Any = None
-    """The handle of the hook that moves gradients to `grad_buffer`."""
+    hooks: tuple[Any, ...] = ()
+    """The handles of the hooks that move gradients to `grad_buffer`."""
+    is_programs: bool = False
+    """Whether the parameter had a gradient of the program when autograd last began to add to it."""
     entry: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     """The values that the optimizer has put into `state[parameter]`, each with its address."""
 

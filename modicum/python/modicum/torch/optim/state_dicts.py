@@ -81,7 +81,8 @@ def saved_values(part: Part, saved: Any) -> Values:
         values[name] = _checked(part, saved, name)
     if has_any and "step" not in saved:
         raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
-    if not _is_absent(saved.get("master")):
+    # torch's optimizers cast a master that they load to the parameter's dtype, and never step it.
+    if getattr(saved.get("master"), "dtype", None) == torch.float32:
         values["master"] = _checked(part, saved, "master")
     return values
 

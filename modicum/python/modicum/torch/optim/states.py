@@ -140,18 +140,11 @@ def require_text(name: str, value: Any) -> str:
     return value
 
 
-def require_ledger(ledger: Any) -> _modicum.Ledger:
-    """Returns `ledger`, or a new one for None. Raises `UsageError` unless it is a ledger."""
-    if ledger is not None and not isinstance(ledger, _modicum.Ledger):
-        raise refusal("USAGE", "ledger", expected="a modicum.Ledger", got=repr(ledger))
-    return ledger or _modicum.Ledger()
-
-
-def require_seed(seed: Any) -> int:
-    """Returns `seed`. Raises `UsageError` unless it is an unsigned 64-bit integer."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
-    return seed
+def require_flag(name: str, value: Any) -> bool:
+    """Returns `value`. Raises `UsageError` unless it is a bool."""
+    if not isinstance(value, bool):
+        raise refusal("USAGE", name, expected="True or False", got=repr(value))
+    return value
 
 
 def make_states(
@@ -228,6 +221,6 @@ def _registrar(pin: Any) -> tuple[Any, Any]:
     if pin is False or pin is None:
         return None, None
     if pin is True and not torch.cuda.is_available():
-        raise refusal("UNSUPPORTED", "pinning needs CUDA: use pin=False")
+        raise refusal("UNSUPPORTED", "pinning needs CUDA: use MemoryPolicy(pin=False)")
     cudart = torch.cuda.cudart() if pin is True else pin
     return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)
