@@ -33,7 +33,7 @@ std::shared_ptr<MadeState> state_files(const std::vector<PythonStoredState>& par
 
 void require_state(const OpenCheckpoint& from, const std::vector<PythonStoredState>& parameters,
                    bool has_masters) {
-  StateFiles(from.checkpoint.manifest).require_of(states_of(parameters), has_masters);
+  StateFiles(from.checkpoint.manifest, has_masters).require_of(states_of(parameters));
 }
 
 nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
@@ -42,10 +42,10 @@ nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
                     const std::vector<PythonHeldShard>& written_shards, bool has_masters) {
   const PythonShards shards(written_shards, numels_of(parameters));
   const Manifest& manifest = from.checkpoint.manifest;
-  const StateFiles files(manifest);
+  const StateFiles files(manifest, has_masters);
   const StateFacts parsed = parse_state(facts);
   const std::vector<StateOf> states = states_of(parameters);
-  files.require_of(states, has_masters);
+  files.require_of(states);
   board.set_thread();
   ComparedChunks compared(manifest, kStateFolder);
   const uint64_t read = without_the_lock([&] {

@@ -90,6 +90,10 @@ class Form {
       const Runs all{.length = numel_of(node.shape)};
       return add(taken_[node.from], all);
     }
+    if (stored_under(recipe_, root).empty()) {  // also without elements, of which none is read
+      form_.as_target[t] = true;
+      return;
+    }
     pull_back(recipe_, root, whole_box(node.shape), [&](const Node& leaf, const Box& part) {
       if (leaf.op != Op::stored) {
         form_.as_target[t] = true;

@@ -164,11 +164,11 @@ StateFiles::StateFiles(std::span<const StateOf> parameters)
 
 void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
-void StateFiles::require_of(std::span<const StateOf> parameters, bool has_masters) const {
+void StateFiles::require_of(std::span<const StateOf> parameters) const {
   std::vector<bool> is_left(by_name_.size(), true);
   for (const StateOf& state : parameters) {
     const StateForm form = form_of(state.parameter.fqn);
-    if (has_masters) require_master(state, form);
+    if (has_masters_) require_master(state, form);
     for (const TensorSpec& spec : specs_of({state.parameter, form.format, form.is_master})) {
       const auto found = find(spec.fqn);
       if (found == by_name_.end()) fail(Category::mismatch, kLacksTensor, {.tensor = spec.fqn});
@@ -212,9 +212,12 @@ bool StateFiles::is_converted(std::span<const StateOf> parameters) const {
   });
 }
 
-StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) {
+StateFiles::StateFiles(Manifest saved, bool has_masters)
+    : manifest_(std::move(saved)), has_masters_(has_masters) {
   manifest_.recorded = {};  // only the opened checkpoint needs it
   sort_names();
+  if (has_masters) return;
+  std::erase_if(by_name_, [this](uint32_t s) { return name_of(s).ends_with(".master"); });
 }
 
 void StateFiles::sort_names() {

@@ -89,15 +89,16 @@ class StateFiles {
   // of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
-  // The files of a saved checkpoint. `saved` is the manifest of its kStateDirectory.
-  explicit StateFiles(Manifest saved);
+  // The files of a saved checkpoint. `saved` is the manifest of its kStateDirectory. `has_masters`:
+  // false for the state of torch's optimizers, which step parameters of 16 bits themselves: their
+  // masters begin with the parameters' values, and stored ones are left out.
+  explicit StateFiles(Manifest saved, bool has_masters = true);
 
   // Throws MISMATCH, naming a tensor, unless these files hold the state of exactly the parameters
   // of `run`, or of `parameters`, in any format; UNSUPPORTED, naming the parameter, as the first
-  // constructor does. `has_masters`: if false, as for the state of torch's optimizers, parameters
-  // of 16 bits were stepped themselves: their masters begin with the parameters' values.
+  // constructor does.
   void require_of(const Run& run) const;
-  void require_of(std::span<const StateOf> parameters, bool has_masters = true) const;
+  void require_of(std::span<const StateOf> parameters) const;
   // The form of a parameter's state. Throws MISMATCH if the files have no complete state of it.
   StateForm form_of(const std::string& fqn) const;
   // Whether a state of `parameters` holds a plane in another form than these files, which have the
@@ -131,6 +132,7 @@ class StateFiles {
 
   Manifest manifest_;
   std::vector<uint32_t> by_name_;  // indices in manifest_.tensors, sorted by name
+  bool has_masters_ = true;
 };
 
 }  // namespace modicum

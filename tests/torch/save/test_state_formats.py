@@ -196,3 +196,69 @@ def test_shards_that_divide_a_block_of_moments_are_refused(tmp_path: Path) -> No
                 options=front.SaveOptions(source=source),
             )
     assert not (tmp_path / "run").exists()
+
+
+class Odd(nn.Module):
+    """Parameters of which torch's Adam has no tensors, or tensors without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Any:
+        return self.weight.pow(2).sum() * self.scale + self.empty.sum()
+
+
+@pytest.mark.parametrize("steps", (0, 2))
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, front.AdamW))
+def test_the_state_of_torchs_adamw_is_resumed_as_a_state_dict_is_loaded(
+    tmp_path: Path, kind: Any, steps: int
+) -> None:
+    """A moment of no dims is a number in state.json; a parameter without a gradient has none."""
+    model = Odd()
+    saved = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model().backward()
+        saved.step()
+        saved.zero_grad()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    options = front.SaveOptions(source=tmp_path / "model.safetensors")
+    front.save(model, tmp_path / "run", step=steps, optimizer=saved, options=options)
+    other = Odd()
+    other.load_state_dict(model.state_dict())
+    loaded = kind(other.parameters(), lr=1e-2)
+    loaded.load_state_dict(saved.state_dict())
+    again = Odd()
+    resumed = kind(again.parameters(), lr=1e-2)
+    front.resume(again, tmp_path / "run", optimizer=resumed, progress=False)
+    assert_same(values(again, resumed), values(other, loaded))
+    for net, optimizer in ((again, resumed), (other, loaded)):
+        net().backward()
+        optimizer.step()
+    assert_same(dict(again.named_parameters()), dict(other.named_parameters()))
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_state_that_torchs_adamw_has_stepped_since_keeps_the_parameters(
+    tmp_path: Path, state_format: str
+) -> None:
+    """torch keeps the masters of a state dict of Modicum, rounded, and does not step them. A load
+    of its state dict and a resume leave them out."""
+    model = Net()
+    first = adamw(model, state_format)
+    step(model, first, 2)
+    torchs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torchs.load_state_dict(first.state_dict())
+    del first
+    save_after(3, model, torchs, tmp_path)
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = adamw(model, state_format)
+    loaded.load_state_dict(torchs.state_dict())
+    again = Net()
+    resumed = adamw(again, state_format)
+    front.resume(again, tmp_path / "run", optimizer=resumed, progress=False)
+    assert_same(values(again, resumed), values(model, loaded))
+    assert_same(trained, dict(again.named_parameters()))

@@ -1,7 +1,7 @@
 """Saves and loads the state of `modicum.torch.AdamW` in a saved checkpoint: its
 state tensors, with the same bytes as in memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.states import require_storable, stored_of
-from modicum.torch.saving.tensor_state import FILE, kind_of, numbers_of
+from modicum.torch.saving.tensor_state import FILE, Numbers, kind_of, numbers_of
 from modicum.torch.saving.texts import as_damage
 from modicum.torch.shards.placements import Shardings
 
@@ -43,12 +43,16 @@ class AdamWState:
         """The argument of `_modicum.StateFiles`: all parameters, the same on every rank."""
         return stored_of(self._parts, self._name_of)
 
-    def held(self, *, to_save: bool) -> list[_modicum.HeldShard]:
-        """This rank's shards. `to_save`: only those of which this rank is the first replica."""
+    def held(
+        self, among: Collection[str] | None = None, *, to_save: bool
+    ) -> list[_modicum.HeldShard]:
+        """This rank's shards, of the parameters `among` these names. `to_save`: only those of which
+        this rank is the first replica."""
         shardings = Shardings()
         return [
             _modicum.HeldShard(slot.state, slot.shard, self._name_of(part))
             for part, slot in bound_of(self._optimizer).slots.items()
+            if among is None or self._name_of(part) in among
             if not to_save or _is_first(part, shardings)
         ]
 
@@ -78,6 +82,17 @@ class AdamWState:
         optimizer = self._optimizer
         return _modicum.state_text(optimizer.state_format, optimizer.seed, steps, without)
 
+    def take_numbers(self, numbers: Numbers, stored: Collection[str]) -> None:
+        """Sets the state of the parameters that torch's Adam has no tensors of, which are not in
+        `stored`: those of one element, whose moments are numbers, and those without a step."""
+        bound = bound_of(self._optimizer)
+        for part in self._parts:
+            if (name := self._name_of(part)) in stored:
+                continue
+            saved = numbers.get(name, {})
+            moments = {key: saved[key].flatten() if key in saved else None for key in part.moments}
+            bound.take(part, moments | {"step": int(saved.get("step", 0))})
+
     def note_loaded(self) -> None:
         """Adopts the state tensors and the step counts that were read into the states."""
         bound = bound_of(self._optimizer)
@@ -90,6 +105,13 @@ class AdamWState:
 def is_torchs(state: str) -> bool:
     """Whether torch's Adam or AdamW has saved the state. `state`: the text of its state.json."""
     return kind_of(state) in ("torch.AdamW", "torch.Adam")
+
+
+def with_moments(
+    parameters: Sequence[_modicum.StoredState], stored: Collection[str]
+) -> list[_modicum.StoredState]:
+    """Those of which torch's Adam has tensors. `stored`: the names of tensors of its state."""
+    return [parameter for parameter in parameters if f"{parameter.fqn}.exp_avg" in stored]
 
 
 def facts_for(optimizer: AdamW, state: str) -> str:

@@ -37,7 +37,7 @@ from modicum.torch.optim.promise import Needs
 from modicum.torch.optim.state_dicts import IMPLEMENTATION
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
-from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
+from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs, with_moments
 from modicum.torch.saving.adapters import FILE, recipe_of_checkpoint
 from modicum.torch.saving.choosing import ChosenCheckpoint, chosen_checkpoint, removed, skip
 from modicum.torch.saving.report import ResumeReport
@@ -47,6 +47,7 @@ from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
     needed_by_tensors,
+    numbers_of,
     require_dtypes,
     require_kind,
 )
@@ -62,9 +63,9 @@ def resume(
     dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, progress: bool = True,
 ) -> ResumeReport:  # fmt: skip
-    """Loads the newest complete checkpoint of a run into a model and its optimizer.
+    """Collectively loads the newest complete checkpoint of a run into a model and its optimizer.
 
-    Collective, like `load`. World size and sharding may differ from those of the save. Weights and
+    Called like `load`. World size and sharding may differ from those of the save. Weights and
     state get the saved bits: with equal world size and sharding training can go on as without the
     interruption, bit for bit. No full copy is made: they reach their final memory as in `load`. A
     model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
@@ -242,6 +243,8 @@ def _declared(
         elif stored := needs[0].stored(whole.names):
             saved = saved._replace(facts=facts_for(optimizer, saved.facts))
             _require_trained(stored, saved, whole.names)
+            if is_torchs(found.state):
+                stored = with_moments(stored, saved.tensors.stored)
             _modicum.require_state(saved.tensors, stored, not is_torchs(found.state))
 
     if isinstance(optimizer, AdamW):
@@ -339,7 +342,7 @@ def load_state(
         groups.restore(optimizer, found.options, names, left_out)
     with overwriting(whole, ranks.rank):
         if state is not None:
-            outcome = _load_adamw(state, saved, ledger, ranks, not is_torchs(found.state))
+            outcome = _load_adamw(state, saved, ledger, ranks, found.state)
         else:
             outcome = load_tensors(optimizer, names, saved, ledger, ranks)
         if outcome is None:
@@ -349,20 +352,25 @@ def load_state(
 
 
 def _load_adamw(
-    state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks, has_masters: bool
+    state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks, text: str
 ) -> dict[str, Any]:
+    """`text`: that of the saved state.json; `saved` has that of `facts_for`."""
     board = _modicum.Board(ranks)
-    shards = state.held(to_save=False)
+    parameters = state.parameters
+    if is_torchs(text):
+        parameters = with_moments(parameters, saved.tensors.stored)
+        state.take_numbers(numbers_of(text), {parameter.fqn for parameter in parameters})
+    shards = state.held({parameter.fqn for parameter in parameters}, to_save=False)
     with ranks.watching(board):
         outcome = _modicum.load_state(
             saved.tensors,
             saved.facts,
-            state.parameters,
+            parameters,
             ranks.rank,
             board,
             ledger,
             shards,
-            has_masters,
+            not is_torchs(text),
         )
     state.note_loaded()
     return outcome
