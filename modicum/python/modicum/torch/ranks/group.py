@@ -12,8 +12,7 @@ is ever in a collective that another rank does not enter. A load has its own pre
 
 One thread calls the store (store.py), another one watches. Per second each rank makes four reads of
 `failed`, one heartbeat, one read of `over`, and one read of the next rank's heartbeat; the first
-rank of a host also reads the heartbeats of the next host. A meeting (a barrier or a gather) costs a
-rank a few calls and polls; ranks of a larger world poll less often.
+rank of a host also reads the heartbeats of the next host. A meeting costs a rank a few calls.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 from modicum._modicum import Board
 from modicum.errors import Error, counted, from_json, refusal
+from modicum.torch.ranks.absent import SAY_S, absent_ranks, counted_from, say_absent
 from modicum.torch.ranks.documents import document_of, document_with, first_line
 from modicum.torch.ranks.exchange import Exchange
 from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, ranks_per_node
@@ -316,6 +316,8 @@ class Ranks:
                 self.check()
             self._on_wait()
             waited_s += pause_s
+            if limit_s is not None and waited_s > SAY_S >= waited_s - pause_s:
+                say_absent(self._shared, key, self.rank, self.world_size)
             if limit_s is not None and waited_s > limit_s:
                 self._refuse_absent(key, limit_s)
 
@@ -327,10 +329,8 @@ class Ranks:
             pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
 
     def _refuse_absent(self, key: str, limit_s: float) -> None:
-        absent = [rank for rank in range(self.world_size) if not self._shared.has(f"{key}/{rank}")]
-        if absent:
-            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            what = f"rank {absent[0]}{more} did not join the call within {limit_s:.0f} s"
+        if absent := absent_ranks(self._shared, key, self.world_size):
+            what = f"{counted_from(absent)} did not join the call within {limit_s:.0f} s"
             raise from_json(self._blaming(absent[0], "PEER", what))
 
     # ---- watching
