@@ -52,7 +52,7 @@ def convert(
             are cast (never from an optimizer's masters); None: as stored.
         keep_fp32: a regular expression (RE2) of tensors that are written as float32.
         recipe: a recipe.json; None: tensors as stored.
-        shard_size: the largest size of a file, bytes or text ("5GB").
+        shard_size: the largest size of a file's data, bytes or text ("5GB").
         budget: host memory of the program, bytes or text ("1GiB"); None: what cgroup and node have
             left.
         allow_overflow: whether finite values may become infinite in `dtype`.

@@ -38,6 +38,14 @@ class Error(Exception):
     document: dict[str, Any] | None = None
     """What the verb has printed besides the error; of `verify`, the results of all files."""
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The attributes from `file` to `owners` that are not None, by name."""
+        return {name: value for name in _FACTS if (value := getattr(self, name)) is not None}
+
+
+_FACTS = [name for name in Error.__annotations__ if name not in ("category", "code", "document")]
+
 
 class FormatError(Error, ValueError):
     """A file or an index violates the safetensors format."""

@@ -2,7 +2,6 @@
 run."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from modicum.errors import refusal
@@ -14,7 +13,7 @@ from modicum.imports.streams import Size, write_step
 from modicum.imports.zero import ZeroDirectory
 from modicum.options import dtype_text
 from modicum.upstream.torch_optim import OPTIMIZERS
-from modicum.walk.arguments import integer, root_of
+from modicum.walk.arguments import integer, path_of, root_of
 
 Place = str | os.PathLike[str]
 NO_OPTIMIZER = "none"
@@ -73,7 +72,7 @@ def import_checkpoint(
     """
     root, cast = root_of(run), dtype_text(dtype)
     number = None if step is None else integer("step", step, 0)
-    path = Path(directory)
+    path = path_of("directory", directory)
     kind, paths = required(path)
     _require_applies(kind, optimizer, state_format)
     with_state = optimizer != NO_OPTIMIZER

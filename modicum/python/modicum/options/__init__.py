@@ -28,6 +28,20 @@ def dtype_text(dtype: Any) -> str | None:
     return known[name]
 
 
+def require_ledger(ledger: Any) -> Ledger | None:
+    """Returns `ledger`. Raises `UsageError` unless it is one or None."""
+    if ledger is not None and not isinstance(ledger, Ledger):
+        raise refusal("USAGE", "ledger", expected="a modicum.Ledger", got=repr(ledger))
+    return ledger
+
+
+def require_seed(seed: Any) -> int:
+    """Returns `seed`. Raises `UsageError` unless it is an unsigned 64-bit integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
+    return seed
+
+
 class Options:
     """The base of such a dataclass."""
 
@@ -77,7 +91,7 @@ class SaveOptions(Options):
     refused if it would round a parameter that is saved as its own master (convert the checkpoint
     afterwards); None: as in the model."""
     shard_size: Size | None = None
-    """The largest size of a file, bytes or text ("5GB"); None: the source's division."""
+    """The largest size of a file's data, bytes or text ("5GB"); None: the source's division."""
     unused: Literal["copy", "drop"] | None = None
     """Either "copy" (the default) or "drop" tensors of the source that the model does not use."""
     adapters: bool | None = None

@@ -37,6 +37,7 @@ _KEYWORDS = {
     "background": "modicum.torch.async_save",
     "decoupled": "decoupled_weight_decay=",
     "root": "run=, the second argument",
+    "verify": "modicum.verify, after the report's not_compared",
 }
 
 
@@ -62,15 +63,18 @@ def refuse_old_keywords(*kinds: type[Options]) -> Callable[[_Function], _Functio
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs.keys() - known:
-                if new := _instead_of(name, kinds):
-                    called = function.__qualname__.removesuffix(".__init__")
-                    what = f"{name}= is no keyword of {called} since 0.2"
-                    raise refusal("USAGE", what, expected=new)
+                refuse_old(name, function.__qualname__.removesuffix(".__init__"), kinds)
             return function(*args, **kwargs)
 
         return cast(_Function, call)
 
     return decorate
+
+
+def refuse_old(name: str, called: str, kinds: tuple[type[Options], ...]) -> None:
+    """Raises `UsageError` if the function `called` took the keyword `name` in 0.1."""
+    if new := _instead_of(name, kinds):
+        raise refusal("USAGE", f"{name}= is no keyword of {called} since 0.2", expected=new)
 
 
 def _instead_of(name: str, kinds: tuple[type[Options], ...]) -> str | None:

@@ -41,7 +41,11 @@ def initialise(model: Any, module: Any) -> None:
 
 
 def embeddings_of(model: Any) -> list[Any]:
-    """The modules with a row for each token: the embedding, and the head if there is one."""
+    """The modules with a row for each token: the embedding, and the head if there is one. Raises
+    `UsageError` (UNSUPPORTED) if the model does not name them."""
+    if not hasattr(model, "get_input_embeddings"):
+        expected, got = "a model with get_input_embeddings(), as of transformers", type(model)
+        raise refusal("UNSUPPORTED", "resized", expected=expected, got=got.__name__)
     found = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [module for module in found if module is not None]
 

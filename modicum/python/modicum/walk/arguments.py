@@ -11,11 +11,19 @@ LAST = (1 << 63) - 1
 """The largest number of a step."""
 
 
+def path_of(name: str, value: Any) -> Path:
+    """The argument `name` as a path. Raises `UsageError` unless it is one."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise refusal("USAGE", name, expected="a path", got=repr(value))
+    return Path(value)
+
+
 def root_of(run: str | os.PathLike[str]) -> Path:
-    """The absolute path of an argument `run`. Raises `UsageError` if it is empty."""
+    """The absolute path of an argument `run`. Raises `UsageError` if it is none, or empty."""
+    path = path_of("run", run)
     if os.fspath(run) == "":
         raise refusal("USAGE", "run", expected="a directory", got="''")
-    return Path(run).absolute()
+    return path.absolute()
 
 
 def integer(name: str, value: Any, least: int) -> int:

@@ -37,6 +37,7 @@ from modicum.torch.accelerate.unfilled import told_to_users
 from modicum.torch.loading.around import giving
 from modicum.torch.loading.load import arguments_in
 from modicum.torch.shards.forks import require_fork
+from modicum.walk.arguments import path_of
 from modicum.walk.calls import require_check
 
 
@@ -51,9 +52,9 @@ def loading(
     check: bool = False,
     progress: bool = True,
 ) -> Iterator[Loading]:
-    """A context in which each rank of a script of accelerate or Trainer with FSDP2 reads only its
-    own bytes (with the default strategy). The values have the same bits as those that accelerate
-    would load. The script's checkpoints are saved and resumed through Modicum, too.
+    """A collective context in which each rank of a script of accelerate or Trainer with FSDP2 reads
+    only its own bytes (with the default strategy). The values have the same bits as those that
+    accelerate would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     accelerate shards by FSDP2 on devices only: on the CPU alone it takes DDP or shards nothing,
     which is refused. There a script shards by `fully_shard` itself and calls `modicum.torch.load`,
@@ -102,7 +103,7 @@ def loading(
     require_fork(arguments["fork"])
     with ExitStack() as stack:
         scripts = scripts_until(stack)
-        path = None if source is None else Path(source)
+        path = None if source is None else path_of("source", source)
         context = Loading(path, arguments, scripts.models, scripts.fill)
         scripts.loadings.append(context)
         stack.callback(scripts.loadings.remove, context)

@@ -8,7 +8,6 @@ model.load_state_dict(state, assign=True)
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,7 @@ from modicum.options import MemoryPolicy, read_options
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.torch.dcp.readers import FilesReader, Source, StateDictReader, is_written
+from modicum.walk.arguments import path_of
 
 _RULING = ("missing", "unexpected", "key_mapping", "recipe", "buffers")
 
@@ -31,7 +31,8 @@ class ModicumReader(StorageReader):
 
     Each rank reads its own bytes of each tensor, through staging of a fixed size. World size and
     sharding may differ from those of a save. Values of a saved checkpoint are compared with its
-    record. Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major.
+    record; 4 MiB of which no rank reads all, only if all ranks of the world read. Tensors and
+    DTensors are filled in place, on CPUs or devices; they must be row-major.
 
     - **Hugging Face files** are read under the model's FQNs as the keys of the state dict, at its
       top level, with the model's conversions: experts that are stored separately; renamed, joined
@@ -140,7 +141,7 @@ class ModicumReader(StorageReader):
 
 def _is_saved(source: Source) -> bool:
     """Whether `source` is a run, or a checkpoint that `ModicumWriter` has written."""
-    path = Path(source)
+    path = path_of("source", source)
     if not path.is_dir():
         return False
     if (path / "COMMIT").exists():

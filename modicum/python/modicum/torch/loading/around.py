@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from torch import nn
 
 from modicum import _modicum
+from modicum.options import require_ledger
 from modicum.torch.loading.planning import Size
 
 _Context = tuple[_modicum.Ledger | None, Size | None, Callable[[nn.Module], None] | None]
@@ -39,7 +40,7 @@ def taken(
     outer_ledger, outer_budget, _ = _around.get()
     if ledger is None and budget is None:
         budget = outer_budget
-    return ledger or outer_ledger or _modicum.Ledger(), budget
+    return require_ledger(ledger) or outer_ledger or _modicum.Ledger(), budget
 
 
 def note_loaded(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from modicum.errors import refusal
 from modicum.options import MemoryPolicy, names_in, read_options
-from modicum.options.renamed import refuse_old_keywords
+from modicum.options.renamed import refuse_old, refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.torch.loading.around import note_loaded
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
@@ -41,10 +41,10 @@ def load_full_state_dict(
     dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, progress: bool = True,
 ) -> LoadReport:  # fmt: skip
-    """Loads a full state dict of rank 0, or a checkpoint given by its path, into a model sharded by
-    FSDP2.
+    """Collectively loads a full state dict of rank 0, or a checkpoint given by its path, into a
+    model sharded by FSDP2.
 
-    Collective: every rank of torch's default process group calls it, after `fully_shard` and before
+    Every rank of torch's default process group calls it, after `fully_shard` and before
     the first forward.
 
     Given a **path**, each rank reads its own bytes as in `load`, with the model's conversions, and
@@ -231,6 +231,7 @@ def _fill_by_name(
     """Loads, for the frameworks' signatures."""
     function = "fsdp2_load_full_state_dict"
     if unknown := sorted(options.keys() - _NAMED):
+        refuse_old(unknown[0], function, (LoadRules, MemoryPolicy))
         raise TypeError(f"{function}: unknown argument '{unknown[0]}'")
     named = _NAMED | options
 

@@ -22,6 +22,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
 from modicum.upstream.torch_fsdp import ManagedParameter, check_pinning, reshard
 from modicum.upstream.wrappers import canonical
+from modicum.walk.arguments import path_of
 
 Source = str | Path | None
 
@@ -151,7 +152,7 @@ def goal_of_source(
             used instead of making one.
         unwritten: names of tensors that have memory but no values, as after `to_empty()`.
     """
-    checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
+    checkpoint = _modicum.open_checkpoint(None if source is None else path_of("source", source))
     if ranks.rank == 0:
         for warning in checkpoint.warnings:
             warnings.warn(f"modicum: {warning}", stacklevel=3)

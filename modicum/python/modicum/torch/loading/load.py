@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modicum.options import MemoryPolicy, read_options
+from modicum.options import MemoryPolicy, read_options, require_seed
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.recipes.reading import given_recipe
@@ -37,9 +37,10 @@ def load(
     dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, check: bool = False, progress: bool = True,
 ) -> LoadReport:  # fmt: skip
-    """Loads a checkpoint into a model built under `empty_parameters()`, sharded or not.
+    """Collectively loads a checkpoint into a model built under `empty_parameters()`, which may be
+    sharded.
 
-    Collective: every rank of torch's default process group calls it with the same arguments, after
+    Every rank of torch's default process group calls it with the same arguments, after
     `fully_shard` (or `parallelize_module`, or neither) and before the first forward; without a
     process group there is one rank. With the default strategy each rank reads only its own
     bytes, into memory that FSDP2 then uses directly. Parameter objects and `requires_grad` are
@@ -145,7 +146,7 @@ def _is_inference(model: nn.Module) -> bool:
 def options_of(arguments: Mapping[str, Any]) -> Options:
     """The options of a load. `arguments`: as of `load_by`."""
     names = ("strategy", "staging", "fork", "seed", "check", "progress")
-    named = {name: arguments[name] for name in names}
+    named = {name: arguments[name] for name in names} | {"seed": require_seed(arguments["seed"])}
     ledger, budget = taken(arguments["ledger"], arguments["budget"])
     optimizers, later = optimizers_of(arguments["optimizer"]), later_of(arguments["optimizer"])
     rules = {name: arguments[name] for name in ("resized", "buffers")}

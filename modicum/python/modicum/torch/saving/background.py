@@ -170,8 +170,8 @@ class AsyncSave:
         return self._error
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the checkpoint is visible; returns the report, the same on every rank.
-        Collective. After Ctrl-C the save goes on.
+        """Collectively waits until the checkpoint is visible; returns the report, the same on
+        every rank. After Ctrl-C the save goes on.
 
         Args:
             timeout: seconds; None: no limit.

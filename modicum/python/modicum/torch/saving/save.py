@@ -43,9 +43,9 @@ def save(
     extra_per_rank: Any = None, keep: int | None = None, budget: Size | None = None,
     options: SaveOptions | None = None, memory: MemoryPolicy | None = None,
 ) -> SaveReport:  # fmt: skip
-    """Saves a checkpoint: Hugging Face files of the model, and the optimizer's state.
+    """Collectively saves a checkpoint: Hugging Face files of the model, and the optimizer's state.
 
-    Collective: every rank of torch's default process group calls it with the same arguments;
+    Every rank of torch's default process group calls it with the same arguments;
     without a process group there is one rank. Each rank writes its own elements at their final
     offsets, streamed through staging of a fixed size: tensors are not gathered. Names and shapes in
     the files are those of the checkpoint that was loaded, dtypes those of the model. The checkpoint
@@ -100,10 +100,10 @@ def async_save(
     extra_per_rank: Any = None, keep: int | None = None, budget: Size | None = None,
     options: SaveOptions | None = None, memory: MemoryPolicy | None = None,
 ) -> AsyncSave:  # fmt: skip
-    """As `save`, but returns while files are still written, from the memory of model and state: an
-    optimizer step waits, or copies, before it overwrites them (docs/guide/save.md).
+    """Collective, as `save`, but returns while files are still written, from the memory of model
+    and state: an optimizer step waits, or copies, before it overwrites them (docs/guide/save.md).
 
-    Collective. The errors of the agreement, the plan and the budget are raised by this call, later
+    The errors of the agreement, the plan and the budget are raised by this call, later
     ones by `AsyncSave.result` and by the next collective call.
 
     Args:

@@ -30,6 +30,7 @@ from modicum.torch.shards.tensors import (
     destination_of,
     memory_of,
 )
+from modicum.walk.arguments import path_of
 
 Fetch = Callable[[int, int, memoryview], None]
 """Called with a target's index, its first element, and a view to fill with elements."""
@@ -159,8 +160,9 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
+    path = None if at is None else path_of("source", at)
     try:
-        checkpoint = _modicum.open_checkpoint(None if at is None else Path(at), in_save=True)
+        checkpoint = _modicum.open_checkpoint(path, in_save=True)
     except IoError as error:
         if source is not None:
             raise

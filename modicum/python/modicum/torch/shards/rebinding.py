@@ -46,6 +46,10 @@ def rebind_parameters(
             parameters have become one; or state does not fit the new parameter.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            expected, got = "a torch.optim.Optimizer, or several", repr(each)
+            raise refusal("USAGE", "optimizer", expected=expected, got=got)
     bindings = Bindings(model, optimizers, resuming=resuming)
     yield
     bindings.exchange()
