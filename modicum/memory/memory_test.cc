@@ -365,6 +365,7 @@ TEST(Fork, AGrandchildFindsTheSameReservations) {
 
 // Python destroys inherited objects in a child too; that must not affect the parent.
 TEST(Fork, ABufferDestroyedInAChildLeavesTheParentsIntact) {
+  SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
     Buffer buffer = ledger.charge(Purpose::shards, 4 * kMiB, 1, kNoPoll, fork);
