@@ -112,7 +112,7 @@ class Release(unittest.TestCase):
         self.assertTrue(line.endswith("passed no test"), line)
 
     def test_changes_since_the_run(self) -> None:
-        for name in ("docs/a.md", "tests/a.py", "README.md", "scripts/release.py"):
+        for name in ("docs/" + "a.md", "tests/a.py", "README.md", "scripts/release.py"):
             (self.root / name).parent.mkdir(exist_ok=True)
             self.write(name, "a")
         self.write("CMakeLists.txt", "project(modicum VERSION 1.2.4 LANGUAGES CXX)\n")

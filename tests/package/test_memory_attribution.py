@@ -350,7 +350,7 @@ def test_a_signal_during_a_look_up_reaches_the_program() -> None:
 
 def test_a_pause_that_nobody_ends_is_short() -> None:
     """As while a source waits for a lock that the main thread has."""
-    pause, has_begun = MainThreadPause(1), []
+    pause, has_begun = MainThreadPause(5), []
     thread = threading.Thread(target=lambda: has_begun.append(pause.begin(60)))
     thread.start()
     while not has_begun:

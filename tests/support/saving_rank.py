@@ -26,6 +26,7 @@ from modicum import _modicum
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import weights
 from modicum.torch.saving.sigterm import REPEAT_S
+from modicum.torch.shards import tensors
 
 STEPS_AFTER = 3
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -290,9 +291,9 @@ def slowly(
 
         return fetch_slowly
 
-    slowed = patch.multiple(weights, fetching=paused, destination_of=lambda local: "copy")
+    copied: dict[str, Any] = {"destination_of": lambda local: "copy"}
     try:
-        with slowed:
+        with patch.multiple(weights, fetching=paused, **copied), patch.multiple(tensors, **copied):
             modicum.torch.save(
                 model,
                 root,

@@ -1054,9 +1054,9 @@ class MainThreadPause:
     def end(self) -> None:
         """Lets the main thread go on."""
 
-def heed_sigterm_of_parent() -> None:
+def heed_sigterm_of(trainer: int) -> None:
     """
-    From now on this process ignores SIGTERM, unless its parent sends it or has ended.
+    From now on this process ignores SIGTERM, unless the process `trainer`, which has started it, sends it or has ended.
     """
 
 class ReportedPhase:

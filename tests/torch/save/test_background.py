@@ -339,7 +339,7 @@ def test_the_exit_waits_for_the_save(
     script = tmp_path / "train.py"
     support = str(ROOT / "tests/support")
     script.write_text(SCRIPT.format(support=support, model=model, root=str(root), end=end))
-    faulty.be((SLOW, 4000))
+    faulty.be((SLOW, 1000))
     done = torchrun(ROOT, 2, script)
     assert (done.returncode == 0) == (end == ""), done.stderr
     assert (root / "step-7/COMMIT").exists(), done.stderr

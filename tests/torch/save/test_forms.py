@@ -44,6 +44,7 @@ from modicum.errors import (  # noqa: E402
 from modicum.torch.dcp import ModicumWriter  # noqa: E402
 from modicum.torch.saving import extra as extras  # noqa: E402
 from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
+from modicum.torch.shards import tensors  # noqa: E402
 
 
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
@@ -85,7 +86,8 @@ def test_tensors_on_a_device_come_through_staging(
 ) -> None:
     """The parameters of a dense model, and stacked experts, are treated as on a device, whose
     memory the C++ library cannot read."""
-    monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
+    for module in (weights, tensors):
+        monkeypatch.setattr(module, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
         report = front.save(
             loaded(name), tmp_path / name, step=1, memory=front.MemoryPolicy(staging=staging)
