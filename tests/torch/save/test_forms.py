@@ -310,6 +310,25 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: s
         front.save(model, tmp_path / "steps", step=2, optimizer=other)
 
 
+def test_torchs_optimizer_that_has_loaded_a_living_optimizers_state_is_saved(
+    tmp_path: Path,
+) -> None:
+    """torch's `load_state_dict` passes tensors on: both optimizers have the same step counts."""
+    (model, again), source = (Matrices(), Matrices()), tmp_path / "model.safetensors"
+    save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, source)
+    before = front.AdamW(model.named_parameters(), lr=1e-2)
+    front.load(model, source, optimizer=before, progress=False)
+    model.train_by(before, 3)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, again))
+    optimizer.load_state_dict(before.state_dict())
+    front.save(model, tmp_path / "steps", step=3, optimizer=optimizer)
+    front.resume(again, tmp_path / "steps", optimizer=other, progress=False)
+    for parameter, loaded_one in zip(model.parameters(), again.parameters(), strict=True):
+        entry, read = optimizer.state[parameter], other.state[loaded_one]
+        assert entry.keys() == read.keys() >= {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(value, read[key]) for key, value in entry.items())
+
+
 def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
     """The model can be saved again after `keep` has removed the checkpoint that it was resumed
     from."""

@@ -32,10 +32,9 @@ _OWNERS = {
 
 def shows_adamw(state: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Whether an optimizer's `state` has entries of a `modicum.torch.AdamW`, like the `state` of a
-    wrapper around one."""
-    entries = (slot.entry for bound in _living for slot in bound.slots.values() if slot.entry)
-    shown = {id(entry["step"][0]) for entry in entries}
-    return any(id(entry.get("step")) in shown for entry in state.values())
+    wrapper around one. Not an optimizer that has loaded its state dict: it shares tensors only."""
+    shown = {id(slot.shown) for bound in _living for slot in bound.slots.values() if slot.shown}
+    return any(id(entry) in shown for entry in state.values())
 
 
 class BoundParameters:
@@ -152,7 +151,7 @@ class BoundParameters:
             if not entry:  # none, or the empty one that torch's defaultdict has made
                 entry = state[part.parameter] = {}
             slot = self.slots[part]
-            entry["step"] = slot.step
+            slot.shown, entry["step"] = entry, slot.step
             for name in part.moments:
                 is_view = dtype_of(part, "moment") == torch.float32
                 entry[name] = (

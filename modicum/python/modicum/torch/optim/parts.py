@@ -130,6 +130,8 @@ class Slot:
     """Whether the parameter had a gradient of the program when autograd last began to add to it."""
     entry: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     """The values that the optimizer has put into `state[parameter]`, each with its address."""
+    shown: dict[str, Any] | None = None
+    """`state[parameter]` itself, into which it has put them."""
 
     @property
     def step(self) -> torch.Tensor:
