@@ -106,6 +106,29 @@ def test_each_format_goes_on_in_every_other(modicum: Path, tmp_path: Path, befor
             assert_same(values(model, expected), values(again, other))
 
 
+@pytest.mark.parametrize(
+    "before, after",
+    (
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ),
+)
+def test_masters_go_on_in_a_model_of_another_dtype(
+    tmp_path: Path, before: torch.dtype, after: torch.dtype
+) -> None:
+    """The weights in the files are rounded, and are rounded again for the new dtype."""
+    model, again = Net().to(before), Net().to(after)
+    optimizer, other = adamw(model, "fp32"), adamw(again, "fp32")
+    save_after(3, model, optimizer, tmp_path)
+    saved = {i: entry["master"] for i, entry in optimizer.state_dict()["state"].items()}
+    front.resume(again, tmp_path / "run", optimizer=other, progress=False)
+    entries = other.state_dict()["state"]
+    for (i, master), parameter in zip(saved.items(), again.parameters(), strict=True):
+        assert torch.equal(entries[i].get("master", parameter), master)
+        assert torch.equal(parameter, master.to(after))
+
+
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
 def test_a_family_goes_on_in_another_format(modicum: Path, tmp_path: Path, family: str) -> None:
     """Tied heads, and experts that are one parameter in the model and many tensors in the files."""

@@ -234,14 +234,17 @@ class BoundParameters:
             self._show_rounded_master(part)
 
     def show_rounded_masters(self) -> None:
-        """Sets parameters on a device from their masters."""
+        """Sets parameters from their masters. Otherwise a difference between them counts as a
+        program's write to the parameter, for which its master is given up."""
         for part in self.slots:
-            if not part.on_host and not is_own_master(part):
+            if not is_own_master(part):
                 self._show_rounded_master(part)
 
     def _show_rounded_master(self, part: Part) -> None:
         for at, piece in chunks(self.state_tensor(part, "master")):
-            part.local[at : at + piece.numel()].copy_(piece.to(part.local.dtype))
+            shown, rounded = part.local[at : at + piece.numel()], piece.to(part.local.dtype)
+            if not part.on_host or not torch.equal(shown, rounded):
+                shown.copy_(rounded)
 
     def exported(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[torch.Tensor, Any]:
         """The entries of `state`, completed by copies: of moments that are not float32, and of
