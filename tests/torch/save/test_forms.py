@@ -3,22 +3,24 @@ which names, and what `resume` reads back.
 
 Catches: a tensor of the model that is not saved because no source file has it; a resumed model that
 cannot be saved again once the checkpoint that it was resumed from is removed, or a model once its
-source is; tensors of the source that the model does not use and that `unused="copy"` drops; a save
-without a budget; one step count for all parameters; elements on a device that are read from another
-address; a resume that does not compare values; a removal by `keep` that fails without a word; a
-reported peak that leaves out the publication; extras that no resume can read; a tensor that was
-untied after the load and is left out; a model cast after the load that is saved in the dtype of the
-load, or not at all; a weight whose shape has changed since and that is written under its old shape;
-a dtype that rounds the weights from which a saved optimizer goes on; an error without a remedy for
-other frozen parameters than at the save; parameters of another optimizer, numbers that no
-checkpoint can have and keys with a dot, all without a typed error; accelerate's optimizer or any
-other wrapper around Modicum's AdamW that is saved by the state that it shows; a source that lacks
-the model's tensors, or some of them, and is copied without a word.
+source is, or a copy of it once the model's saves have removed its source; tensors of the source
+that the model does not use and that `unused="copy"` drops; a save without a budget; one step count
+for all parameters; elements on a device that are read from another address; a resume that does not
+compare values; a removal by `keep` that fails without a word; a reported peak that leaves out the
+publication; extras that no resume can read; a tensor that was untied after the load and is left
+out; a model cast after the load that is saved in the dtype of the load, or not at all; a weight
+whose shape has changed since and that is written under its old shape; a dtype that rounds the
+weights from which a saved optimizer goes on; an error without a remedy for other frozen parameters
+than at the save; parameters of another optimizer, numbers that no checkpoint can have and keys with
+a dot, all without a typed error; accelerate's optimizer or any other wrapper around Modicum's AdamW
+that is saved by the state that it shows; a source that lacks the model's tensors, or some of them,
+and is copied without a word.
 """
 
 import os
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -366,6 +368,31 @@ def test_a_source_elsewhere_serves_once_the_saved_checkpoint_is_removed(tmp_path
     model = loaded("llama", root / "step-1")
     shutil.rmtree(front.save(model, root, step=2).path)
     assert_holds(Path(front.save(model, root, step=3).path), model)
+
+
+@pytest.mark.parametrize("is_resumed", (True, False))
+def test_a_copy_goes_on_after_the_models_saves_have_removed_its_source(
+    tmp_path: Path, is_resumed: bool
+) -> None:
+    """The copy is that of an EMA: it has a run of its own, and its first save comes late."""
+    root = tmp_path / "steps"
+    model = loaded("llama", shutil.copytree(torch_front.checkpoint_of("llama"), tmp_path / "base"))
+    front.save(model, root, step=1)
+    if is_resumed:
+        model = torch_front.empty("llama")
+        front.resume(model, root, progress=False)
+    average = deepcopy(model)
+    for step in (2, 3):
+        front.save(model, root, step=step, keep=1)
+    shutil.rmtree(tmp_path / "base")
+    with torch.no_grad():
+        average.model.norm.weight.add_(1)
+    for step in (3, 4):
+        report = front.save(average, tmp_path / "average", step=step, keep=1)
+        assert len(report.copied) == 1  # the unused tensor of the first source
+        assert_holds(Path(report.path), average)
+    shutil.rmtree(root)
+    assert_holds(Path(front.save(average, tmp_path / "average", step=5).path), average)
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ from modicum.upstream.wrappers import canonical
 _ATTRIBUTE = "modicum_origin"
 
 
+@dataclass
+class _NewestSave:
+    """What the copies of a model learn of its saves, which may remove the copies' origin."""
+
+    saved: "Origin | None" = None
+
+
 @dataclass(frozen=True)
 class Origin:
     """The checkpoint from which a model was loaded, or as which it was saved."""
@@ -26,17 +33,27 @@ class Origin:
     """The text of recipe.json: how the model's tensors were made from stored ones."""
     other: "Origin | None" = None
     """Serves as well, once this one has been removed."""
+    later: _NewestSave = field(default_factory=_NewestSave, repr=False, compare=False)
+    """The newest save of a model with this origin, copies included. It serves after `other`, and
+    has no `other` itself: so following these leads to newer saves only."""
 
     def followed_by(self, saved: "Origin", *, is_next_to: bool) -> "Origin":
         """The origin after a save. `is_next_to`: whether the new checkpoint is in the same
         directory of checkpoints, which may remove the old one; otherwise the old one stays."""
+        self.later.saved = saved
         first, second = (saved, self) if is_next_to else (self, saved)
         return replace(first, other=replace(second, other=None))
 
     def present(self) -> "Origin":
-        """This origin or, if its directory does not exist any more, the other one."""
-        is_gone = Path(self.source or "").is_absolute() and not Path(self.source or "").exists()
-        return self.other.present() if is_gone and self.other is not None else self
+        """This origin or, if its directory does not exist any more, the first of the others that is
+        there; if none is, this one."""
+        followers = (self.other, self.later.saved) if self._is_gone else ()
+        found = (origin.present() for origin in followers if origin is not None)
+        return next((origin for origin in found if not origin._is_gone), self)
+
+    @property
+    def _is_gone(self) -> bool:
+        return Path(self.source or "").is_absolute() and not Path(self.source or "").exists()
 
     def __deepcopy__(self, memo: Any) -> "Origin":
         return self
