@@ -5,9 +5,9 @@ dtype.
 
 Catches: a model that FSDP2 has gathered in an evaluation, and is refused; one that is resharded in
 the middle of a forward; a wrapper that is refused although its module was loaded; strided memory
-that is read as row-major; an expanded parameter to which a load writes; a source of another
-architecture, whose config and values are copied; weights that are loaded although the optimizer's
-state has another dtype.
+that is read as row-major; an expanded parameter to which a load writes; a module's extra state that
+is lost without a word; a source of another architecture, whose config and values are copied;
+weights that are loaded although the optimizer's state has another dtype.
 """
 
 import copy
@@ -349,6 +349,35 @@ def test_a_source_with_another_number_of_layers_is_refused(tmp_path: Path) -> No
                 step=1,
                 options=front.SaveOptions(source=other),
             )
+
+
+class Scaled(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    factor = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.factor = state["factor"]
+
+
+def test_an_extra_state_of_modules_is_named_and_goes_on_by_extra(tmp_path: Path) -> None:
+    model, again = (nn.Sequential(Scaled(2, 2), torch.compile(Scaled(2, 2))) for _ in range(2))
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    front.load(model, tmp_path / "model.safetensors", progress=False)
+    model[0].factor, root = 3.0, tmp_path / "steps"
+    words = r"get_extra_state returns for 2 modules \(0, 1\): save it by extra="
+    with pytest.warns(UserWarning, match=words):
+        in_background = front.async_save(model, root, step=1).result()
+    with pytest.warns(UserWarning, match=words):
+        report = front.save(model, root, step=2, extra={"0": model[0].get_extra_state()})
+    assert len(report.warnings) == 1 and report.warnings == in_background.warnings
+    extra = front.resume(again, root, progress=False).extra
+    again[0].set_extra_state(extra["0"])
+    assert again[0].factor == 3.0
 
 
 def test_a_removed_source_names_the_argument(tmp_path: Path, source: Path) -> None:

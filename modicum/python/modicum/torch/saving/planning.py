@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from modicum import _modicum
+from modicum.errors import counted
 from modicum.recipes.dtypes import require_exact
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.loading.planning import MIB, Options, Size, budget_of, in_pages
@@ -23,12 +25,15 @@ from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, threads_of, writing_of_model
 from modicum.torch.saving.writing import StateWriting, adamw_writing, tensors_writing
+from modicum.upstream.wrappers import canonical
 from modicum.walk.arguments import integer
 from modicum.walk.saving import GROUPS_FILE
 
 WINDOW_BYTES = 256 << 20
 """Per node: memory for copies of blocks that an optimizer step is about to overwrite before a save
 in the background has read them."""
+
+_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Parts:
     state: StateWriting | None
     texts: list[tuple[str, str]]
     """Files that rank 0 writes: (path in the checkpoint, text)."""
+    warnings: list[str] = field(default_factory=list)
+    """About values of the model that are not written; the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +132,13 @@ def plan_of(
         BudgetError: the save does not fit.
     """
     names = model.names
-    texts = [] if ask.common is None else [(COMMON, ask.common)]
+    texts, warnings = [] if ask.common is None else [(COMMON, ask.common)], []
     if ask.adapter_names is not None:
         writing = writing_of_adapters(model, ask.adapter_names, goal, ranks, ask.form)
         texts.append((CONFIG, config_text(model.module)))
     else:
         writing = writing_of_model(model, goal, ranks, ask.form)
+        warnings = _unsaved_states(model.module)
     state: StateWriting | None = None
     if optimizer is not None:
         texts.append((GROUPS_FILE, groups.text_of(optimizer, names)))
@@ -141,7 +149,22 @@ def plan_of(
         state = adamw_writing(adamw_state)
     elif optimizer is not None:
         state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts, ranks)
-    return planned_of(ask, goal, Parts(writing, state, texts), ranks)
+    return planned_of(ask, goal, Parts(writing, state, texts, warnings), ranks)
+
+
+def _unsaved_states(model: nn.Module) -> list[str]:
+    """A warning if modules have a state by `get_extra_state`, which may be any object. It is not
+    called: it may communicate."""
+    names = [
+        canonical(name) or "the model itself"
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if not names:
+        return []
+    first = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    what = f"the checkpoint lacks what get_extra_state returns for {counted(len(names), 'module')} "
+    return [f"{what}({first}): save it by extra=, and call set_extra_state after the resume"]
 
 
 def state_of(

@@ -207,7 +207,7 @@ class OpenSave:
                 {key: value for key, value in damaged.items() if key != "warning"}
                 for damaged in self._flight.damaged
             ],
-            warnings=published["warnings"] + self._warnings,
+            warnings=published["warnings"] + self.planned.parts.warnings + self._warnings,
         )
         return _newest
 
