@@ -222,7 +222,9 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
     if weakref.getweakrefs(parameter):
         raise refusal("UNSUPPORTED", "a weak reference to a parameter", tensor=name)
     if use_count(parameter) > 1:
-        raise refusal("USAGE", "a parameter is part of an autograd graph", tensor=name)
+        what = "a parameter is part of an autograd graph: delete what a forward has returned; with "
+        what += "torch.nn.utils.weight_norm build this module with values"
+        raise refusal("USAGE", what, tensor=name)
 
 
 def hand_over(

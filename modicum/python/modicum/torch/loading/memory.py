@@ -24,6 +24,7 @@ from modicum.torch.shards.placements import whole_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over
+from modicum.upstream.torch_rnn import without_weak_references
 from modicum.upstream.wrappers import canonical
 
 State = Mapping[str, Any]
@@ -45,12 +46,13 @@ def level(model: Model, ranks: Ranks) -> Tensors:
     or are on meta everywhere; they are to be filled with rank 0's values. Collective."""
     everyone = ranks.gather([_fingerprint(entry) for entry in model.tensors.values()])
     uneven = {}
-    for entry, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
-        is_same = len(set(prints)) == 1
-        if not entry.is_persistent and (not is_same or prints[0] == _ON_META):
-            uneven[entry.name] = entry.local
-        if not is_same:
-            _empty(entry)
+    with without_weak_references(model.module):
+        for entry, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
+            is_same = len(set(prints)) == 1
+            if not entry.is_persistent and (not is_same or prints[0] == _ON_META):
+                uneven[entry.name] = entry.local
+            if not is_same:
+                _empty(entry)
     return uneven
 
 

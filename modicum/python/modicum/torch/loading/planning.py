@@ -23,6 +23,7 @@ from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import ModelTensor, destination_of, overlaps
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
+from modicum.upstream.torch_rnn import without_weak_references
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.calls import require_check
 
@@ -359,13 +360,15 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
         sharding = shardings.of(entry.tensor, entry.name)
         dtype = goal.dtypes[entry.name]
         if entry.tensor.is_meta:
-            if isinstance(entry.tensor, nn.Parameter):
-                check_replaceable(entry.name, entry.tensor)
             device = device_of(model, entry)
             destination = "cpu" if device.type == "cpu" else "copy"
             places.append(Place(entry, dtype, sharding, device, destination))
         else:
             places.append(_place_in_own_memory(entry, dtype, sharding))
+    with without_weak_references(model.module):
+        for place in places:
+            if place.entry.tensor.is_meta and isinstance(place.entry.tensor, nn.Parameter):
+                check_replaceable(place.entry.name, place.entry.tensor)
     return places
 
 

@@ -23,6 +23,7 @@ from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.tensors import as_bytes, copying_into, memory_of
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over, pin
+from modicum.upstream.torch_rnn import without_weak_references
 from modicum.walk.load_report import LoadReport, named_text
 
 Storages = dict[int, torch.Tensor]
@@ -74,7 +75,8 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
     finally:
         ledger.limit_bytes = outside
     # Now all ranks have loaded: tensors on meta may get memory.
-    _hand_over(planned, model, loaded, storages)
+    with without_weak_references(model.module):
+        _hand_over(planned, model, loaded, storages)
     if options.optimizers:
         ranks.barrier()  # a rank that has failed does not call their collectives
     for optimizer in options.optimizers:
