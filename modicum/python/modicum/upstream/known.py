@@ -7,7 +7,8 @@ from importlib import import_module
 from modicum.errors import refusal
 
 TORCH_TESTED = ("2.11.0", "2.13.0", "2.15.0")
-"""The versions of torch with which the tests have run, for every file of `upstream` about torch."""
+"""The versions of torch with which the tests have run, for the files of `upstream` about torch
+without versions of their own."""
 
 
 @dataclass(frozen=True)
