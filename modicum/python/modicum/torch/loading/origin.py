@@ -18,7 +18,7 @@ _ATTRIBUTE = "modicum_origin"
 
 @dataclass
 class _NewestSave:
-    """What the copies of a model learn of its saves, which may remove the copies' origin."""
+    """The newest save of a model or of one of its copies, which share this object."""
 
     saved: "Origin | None" = None
 
@@ -34,22 +34,20 @@ class Origin:
     other: "Origin | None" = None
     """Serves as well, once this one has been removed."""
     later: _NewestSave = field(default_factory=_NewestSave, repr=False, compare=False)
-    """The newest save of a model with this origin, copies included. It serves after `other`, and
-    has no `other` itself: so following these leads to newer saves only."""
+    """Serves after `other`: a save of a copy of the model may have removed both."""
 
     def followed_by(self, saved: "Origin", *, is_next_to: bool) -> "Origin":
         """The origin after a save. `is_next_to`: whether the new checkpoint is in the same
         directory of checkpoints, which may remove the old one; otherwise the old one stays."""
-        self.later.saved = saved
+        saved = self.later.saved = replace(saved, later=self.later)
         first, second = (saved, self) if is_next_to else (self, saved)
         return replace(first, other=replace(second, other=None))
 
     def present(self) -> "Origin":
         """This origin or, if its directory does not exist any more, the first of the others that is
         there; if none is, this one."""
-        followers = (self.other, self.later.saved) if self._is_gone else ()
-        found = (origin.present() for origin in followers if origin is not None)
-        return next((origin for origin in found if not origin._is_gone), self)
+        origins = (self, self.other, self.later.saved)
+        return next((origin for origin in origins if origin and not origin._is_gone), self)
 
     @property
     def _is_gone(self) -> bool:
