@@ -58,22 +58,47 @@ class Verify {
     check_digest(files_, checkpoint_.path, file);
   }
 
-  // Checks the tensors in a folder of the checkpoint. The files of a part that can't be opened have
-  // no values to check: its error is a fault of the file that it names.
+  using TensorsByName = std::map<std::string_view, const CheckpointTensor*>;
+
+  // Checks the tensors in a folder of the checkpoint. Where they can't be opened together, as by a
+  // damaged index, checks those of each file by itself.
   void check_part(const std::string& folder, const std::vector<CheckpointTensor>& tensors) {
+    TensorsByName recorded;
+    for (const CheckpointTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
+    if (const std::optional<Checkpoint> part = opened(folder)) {
+      check_tensors(*part, folder, recorded);
+      if (out_.first_fault() == nullptr && part->manifest.tensors.size() != recorded.size()) {
+        fail(Category::integrity, "the checkpoint's record lists more tensors than its files hold",
+             {.expected = fmt::format("{} tensors", recorded.size()),
+              .got = fmt::format("{} tensors", part->manifest.tensors.size())});
+      }
+      return;
+    }
+    for (VerifiedFile& file : out_.files) {
+      const bool is_inside = file.name.starts_with(kStateFolder) == (folder == kStateFolder);
+      if (!is_inside || !file.name.ends_with(".safetensors") || file.fault) continue;
+      guarded(file, [&] {
+        const std::string path = join_path(checkpoint_.path, file.name);
+        check_tensors(open_checkpoint(files_, path, Record::ignored), folder, recorded);
+      });
+    }
+  }
+
+  // The files of a folder, opened together; empty if they can't be. Then a file has a fault: one
+  // that was found before, or this one, of the file that it names.
+  std::optional<Checkpoint> opened(const std::string& folder) {
     try {
-      check_tensors(join_path(checkpoint_.path, folder), folder, tensors);
+      return open_checkpoint(files_, join_path(checkpoint_.path, folder), Record::ignored);
     } catch (const Error& error) {
       if (is_ending(error)) throw;
+      if (out_.first_fault() != nullptr) return std::nullopt;
       Facts facts = error.facts();
       facts.file = folder + facts.file;
       const auto file = find(facts.file);
       const Error named(error.category(), error.what_happened(), std::move(facts));
-      if (file == out_.files.end()) {
-        if (out_.first_fault() == nullptr) throw named;
-      } else if (!file->fault) {
-        file->fault = named;
-      }
+      if (file == out_.files.end()) throw named;
+      file->fault = named;
+      return std::nullopt;
     }
   }
 
@@ -84,13 +109,10 @@ class Verify {
 
   // Each header is verified by check_digested, of this or another caller, so that a wrong offset of
   // a tensor is a fault, too.
-  void check_tensors(const std::string& directory, const std::string& prefix,
-                     const std::vector<CheckpointTensor>& tensors) {
-    std::map<std::string_view, const CheckpointTensor*> recorded;
-    for (const CheckpointTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
-    const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
+  void check_tensors(const Checkpoint& checkpoint, const std::string& folder,
+                     const TensorsByName& recorded) {
     for (const StoredTensor& stored : checkpoint.manifest.tensors) {
-      const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
+      const std::string name = folder + checkpoint.manifest.files[stored.at.file].name;
       const auto file = find(name);
       if (file == out_.files.end()) {
         fail(Category::integrity, "the checkpoint's record does not list this file",
@@ -112,11 +134,6 @@ class Verify {
         check_tensor(checkpoint, stored, *entry->second);
         ++out_.tensors_checked;
       });
-    }
-    if (out_.first_fault() == nullptr && checkpoint.manifest.tensors.size() != recorded.size()) {
-      fail(Category::integrity, "the checkpoint's record lists more tensors than its files hold",
-           {.expected = fmt::format("{} tensors", recorded.size()),
-            .got = fmt::format("{} tensors", checkpoint.manifest.tensors.size())});
     }
   }
 

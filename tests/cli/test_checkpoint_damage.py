@@ -186,6 +186,23 @@ def test_the_program_finds_flipped_bits(modicum: Path, saved: Saved) -> None:
     assert run(modicum, "verify", saved.root).code == 0
 
 
+def test_values_are_read_next_to_a_damaged_index(
+    modicum: Path, saved: Saved, tmp_path: Path
+) -> None:
+    """Their files can't be opened together then."""
+    step = tmp_path / "step-2"
+    shutil.copytree(saved.step, step)
+    last = sorted(step.glob("model-*.safetensors"))[-1]
+    for file, at in ((step / "model.safetensors.index.json", 10), (last, -1)):
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+    report = json.loads(run(modicum, "verify", step, "--json").stdout)
+    damaged = {file["name"] for file in report["files"] if file["result"] != "ok"}
+    assert damaged == {last.name, "model.safetensors.index.json"}
+    assert report["tensors_checked"] > len(report["files"])
+
+
 def fault_of(step: Path) -> str:
     """The first fault that `verify` would find, computed in this process; empty if there is
     none."""
