@@ -51,7 +51,8 @@ class Origin:
 
     @property
     def _is_gone(self) -> bool:
-        return Path(self.source or "").is_absolute() and not Path(self.source or "").exists()
+        path = Path(self.source or "")
+        return path.is_absolute() and not path.exists()
 
     def __deepcopy__(self, memo: Any) -> "Origin":
         return self

@@ -233,6 +233,7 @@ def _declared(
     requires to fit the optimizer. Collective."""
     if optimizer is None:
         return []
+    is_torch = isinstance(optimizer, AdamW) and is_torchs(found.state)
 
     def require(whole: Model, dtypes: Mapping[int, torch.dtype], needs: Sequence[Needs]) -> None:
         if found.has_options:
@@ -243,12 +244,12 @@ def _declared(
         elif stored := needs[0].stored(whole.names):
             saved = saved._replace(facts=facts_for(optimizer, saved.facts))
             _require_trained(stored, saved, whole.names)
-            if is_torchs(found.state):
+            if is_torch:
                 stored = with_moments(stored, saved.tensors.stored)
-            _modicum.require_state(saved.tensors, stored, not is_torchs(found.state))
+            _modicum.require_state(saved.tensors, stored, not is_torch)
 
     if isinstance(optimizer, AdamW):
-        facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
+        facts = {} if is_torch else _modicum.state_facts(found.state)
         is_converted = facts.get("state_format") != optimizer.state_format
         needed = {"staging": _modicum.CONVERTED_STATE_BYTES} if is_converted else {}
         return [optimizer, StateToRead(needed, require)]
@@ -356,8 +357,8 @@ def _load_adamw(
 ) -> dict[str, Any]:
     """`text`: that of the saved state.json; `saved` has that of `facts_for`."""
     board = _modicum.Board(ranks)
-    parameters = state.parameters
-    if is_torchs(text):
+    parameters, is_torch = state.parameters, is_torchs(text)
+    if is_torch:
         parameters = with_moments(parameters, saved.tensors.stored)
         state.take_numbers(numbers_of(text), {parameter.fqn for parameter in parameters})
     shards = state.held({parameter.fqn for parameter in parameters}, to_save=False)
@@ -370,7 +371,7 @@ def _load_adamw(
             board,
             ledger,
             shards,
-            not is_torchs(text),
+            not is_torch,
         )
     state.note_loaded()
     return outcome
