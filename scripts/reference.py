@@ -55,6 +55,12 @@ MODULES: dict[str, list[str] | None] = {
 CONSTRUCTED = {
     "AdamW", "Ledger", "ModicumReader", "ModicumWriter", "ProtectCallback", "SaveOnSigtermCallback",
 }  # fmt: skip
+# The interface that torch.distributed.checkpoint calls, and no user.
+CALLED_BY_DCP = {
+    "finish", "prepare_global_plan", "prepare_local_plan", "read_data", "read_metadata",
+    "set_up_storage_reader", "set_up_storage_writer", "stage", "storage_meta", "write_data",
+    "validate_checkpoint_id",
+}  # fmt: skip
 # The verbs whose common flags the page lists once for all of them.
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
 # Help texts that depend on the machine, and their replacements on the page.
@@ -76,12 +82,12 @@ def file_of(root: Path, module: str) -> Path:
 
 
 def definitions(root: Path, module: str, name: str) -> list[Node]:
-    """The function or class `module.name`, found through imports; all overloads of a function that
-    has no other definition, as in a stub; empty for a value or module."""
+    """The function or class `module.name`, found through imports; of a function with overloads
+    these, and its definition unless they are in a stub; empty for a value or module."""
     tree = ast.parse(file_of(root, module).read_text())
     named = [node for node in tree.body if isinstance(node, Node) and node.name == name]
     if named:
-        return named if is_marked(named[-1], "overload") else named[-1:]
+        return named if is_marked(named[0], "overload") else named[-1:]
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for one in node.names:
@@ -154,14 +160,20 @@ def is_marked(node: Node, decorator: str) -> bool:
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:
-    """A line for each public method and property: the first paragraph of its docstring."""
+    """The entries of public methods and properties: of a property its type, and the docstring."""
     for one in node.body:
-        if not isinstance(one, Node) or one.name.startswith("_"):
+        if not isinstance(one, Node) or one.name.startswith("_") or one.name in CALLED_BY_DCP:
             continue
-        text = (ast.get_docstring(one) or "").split("\n\n")[0].strip()
-        if text and not any("setter" in ast.unparse(mark) for mark in one.decorator_list):
-            shown = one.name if is_marked(one, "property") else signature(one, columns=1000)
-            yield f"- `{shown.split(' -> ')[0]}`: {' '.join(text.split())}"
+        first, *others = (ast.get_docstring(one) or "").split("\n\n")
+        if not first or any("setter" in ast.unparse(mark) for mark in one.decorator_list):
+            continue
+        is_property = is_marked(one, "property")
+        returns = f": {ast.unparse(one.returns)}" if one.returns else ""
+        shown = f"{one.name}{returns}" if is_property else signature(one, columns=1000)
+        yield f"- `{shown}`: {' '.join(first.split())}"
+        for paragraph in others:
+            yield ""
+            yield from (f"    {line}".rstrip() for line in markdown_of(paragraph))
 
 
 def fields(node: ast.ClassDef) -> Iterator[str]:
@@ -179,7 +191,8 @@ def entry(module: str, nodes: list[Node]) -> Iterator[str]:
     """The part of the page about a class, or about a function and its overloads."""
     yield from (f"### `{module}.{nodes[0].name}`", "")
     for node in nodes:
-        yield from ("```python", signature(node), "```", "")
+        if nodes[0] is node or is_marked(node, "overload"):
+            yield from ("```python", signature(node), "```", "")
         yield from markdown_of(ast.get_docstring(node) or "")
         yield ""
     node = nodes[-1]
@@ -197,7 +210,8 @@ def python_page(root: Path) -> str:
         "# Python API",
         "",
         "Written by `scripts/reference.py` from the docstrings: edit those. Any other path in the",
-        "package may change. Every error is a class of [errors.md](errors.md).",
+        "package may change. Errors of Modicum are classes of [errors.md](errors.md); others are",
+        "named where they are raised.",
         "",
     ]
     for module, names in MODULES.items():

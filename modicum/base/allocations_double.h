@@ -1,4 +1,4 @@
-// For tests of limits of memory: remembers the largest allocation of the program.
+// For tests of memory limits: remembers the largest allocation of the program.
 #pragma once
 
 #include <atomic>
@@ -6,8 +6,8 @@
 
 namespace modicum {
 
-// The bytes of the largest call of operator new since the variable was last set to 0. A test
-// program that names it gets an operator new of its own.
+// The largest size that was passed to operator new since the variable was last set to 0. A program
+// that refers to it has its global operator new replaced.
 extern std::atomic<size_t> largest_allocation;
 
 }  // namespace modicum

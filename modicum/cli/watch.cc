@@ -114,7 +114,7 @@ int run_watch(const Args& args, const Surroundings& at) {
   CLI::App app(
       "run COMMAND and measure the memory of its whole process tree. Exits with COMMAND's exit "
       "code, or with 128 + N if signal N ended COMMAND. The summary goes to stderr. With --json, "
-      "in its place a JSON document goes to stdout and COMMAND's stdout goes to stderr",
+      "a JSON document goes to stdout instead, and COMMAND's stdout to stderr",
       "modicum watch");
   WatchFlags flags;
   // Completes the usage line: CLI11 prints this label in brackets after the name.
@@ -143,7 +143,7 @@ int run_watch(const Args& args, const Surroundings& at) {
       ->expected(2)
       ->type_name("A.json B.json");
   app.option_defaults()->group(kRareFlags);
-  app.add_flag("--tied", flags.tied, "COMMAND ends if this process ends; for --report of load");
+  app.add_flag("--tied", flags.tied, "kill COMMAND when this process ends; for --report of load");
   const auto [watch_args, command] = split_at_dashes(args);
   if (const auto done = parse(app, watch_args, at)) return *done;
   if (!flags.compare.empty()) {

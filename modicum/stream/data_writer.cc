@@ -19,8 +19,8 @@ void DataWriter::write(const std::string& name, uint64_t begin, std::span<const 
 }
 
 void DataWriter::write_back() {
-  // For a shared window: `delay` is by how many windows its write-back starts later, `stay` for how
-  // many windows its pages stay cached after they were written back.
+  // For shared windows, write-back starts `delay` windows later, and written pages stay cached for
+  // `stay` more windows.
   const size_t delay = window_.is_shared() ? 1 : 0, stay = window_.is_shared() ? 2 : 0;
   written_.push_front(window_);
   window_ = {};

@@ -23,11 +23,13 @@ struct StoredSpan {
   uint32_t stored = 0;
   uint64_t at = 0;
   std::span<std::byte> bytes;
-  bool is_repeated = false;  // a load reads these bytes for another span, too: not compared again
+  bool is_repeated = false;  // another span of this rank has these bytes: a load compares them once
 };
-// Calls its argument for each span of this rank. A load has read the bytes when the call returns.
+// Visits the spans of this rank: calls the given function for each. In a load that function has
+// filled the span when it returns.
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
+// The arguments of save_spans.
 struct SpansSave {
   const Manifest& manifest;
   const RankContext& at;
@@ -35,7 +37,8 @@ struct SpansSave {
   Snapshot* snapshot = nullptr;
 };
 constexpr uint64_t kSnapshotStagingBytes = 1 * kMiB;
-// Writes this rank's spans to new files. All ranks call it at the same time, and their spans
+// Writes this rank's spans. Without a snapshot it creates the files and waits for all ranks; with
+// one, create_files must have run on all ranks. All ranks call it at the same time, and their spans
 // together must cover each byte of each tensor once. A background save (with a snapshot) charges
 // kSnapshotStagingBytes; otherwise no staging is needed. In all other respects like `save`.
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums);

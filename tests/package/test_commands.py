@@ -46,6 +46,9 @@ def test_errors_of_the_program_are_raised(checkpoint: Path, tmp_path: Path) -> N
         modicum.verify(tmp_path / "none")
     with pytest.raises(modicum.UsageError, match="dtype"):
         modicum.convert(checkpoint, tmp_path / "c", dtype="float3")
+    for wrong in ({"allow_overflow": "no"}, {"keep_fp32": 5}, {"shard_size": 5.5}):
+        with pytest.raises(modicum.UsageError, match=next(iter(wrong))):
+            modicum.convert(checkpoint, tmp_path / "c", **wrong)
     file = next(checkpoint.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(modicum.FormatError) as short:

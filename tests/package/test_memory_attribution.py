@@ -437,7 +437,7 @@ def test_allocations_of_the_first_step_are_protected() -> None:
         who = memory.attribute(optimizer)
     assert who["moments"].copied_bytes + who["gradient"].copied_bytes <= 3 * EDGE
     assert who["weights"].copied_bytes == near(SIZE)  # never protected: children may read them
-    protection.renew()
+    protection._renew()
     assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
 
 

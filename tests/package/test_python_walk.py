@@ -137,7 +137,7 @@ def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
     outcomes = [modicum.walk.load(plan, rank).outcome for rank in range(3)]
     report = modicum.walk.report(plan, outcomes)
     assert report.strategy == "own-shard"
-    assert report.coverage == "proven"
+    assert report.document["coverage"] == "proven"
     assert [row["rank"] for row in report.ranks] == [0, 1, 2]
     for row in report.ranks:
         kernel, ledger = row["kernel_peak_bytes"], row["ledger_peak_bytes"]

@@ -79,7 +79,7 @@ def test_a_class_has_its_fields_with_the_text_below_them() -> None:
 
 
 def test_a_function_of_overloads_has_all_of_them(tmp_path: Path) -> None:
-    """As `make_layout(recipe, ranks)` in the stub. In Python the function itself follows them."""
+    """As `attribute`. In Python the function itself follows them, with the docstring."""
     package = tmp_path / reference.PACKAGE
     package.mkdir(parents=True)
     stub = "".join(f'@overload\ndef f({a}):\n    """By {a}."""\n' for a in ("x", "y"))
@@ -89,7 +89,7 @@ def test_a_function_of_overloads_has_all_of_them(tmp_path: Path) -> None:
         [node.args.args[0].arg for node in reference.definitions(tmp_path, f"modicum.{one}", "f")]
         for one in ("stub", "full")
     ]
-    assert names == [["x", "y"], ["z"]]
+    assert names == [["x", "y"], ["x", "y", "z"]]
     shown = "\n".join(reference.entry("m", reference.definitions(tmp_path, "modicum.stub", "f")))
     assert shown.count("### ") == 1 and "f(x)" in shown and "By x." in shown and "By y." in shown
 

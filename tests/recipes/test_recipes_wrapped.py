@@ -29,7 +29,7 @@ from sharding import playing_rank  # noqa: E402
 
 import modicum as front  # noqa: E402
 from modicum import recipes  # noqa: E402
-from modicum.recipes.recipe import _transforms  # noqa: E402
+from modicum.recipes.recipe import _transforms, text_with_callers  # noqa: E402
 from modicum.recipes.structure import structure_of  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -294,9 +294,8 @@ def test_a_plain_module_is_loaded_by_name() -> None:
     ) as caught:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "layers.1.running_mean"
-    assert recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing="init")).callers == [
-        "layers.1.running_mean"
-    ]
+    recipe = recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing="init"))
+    assert list(recipe.missing) == ["layers.1.running_mean"]
     with pytest.raises(front.UsageError, match="nearest is 'steps'") as caught:
         recipes.recipe_for(
             model, stored | {"xsteps": ("int64", ())}, rules=recipes.LoadRules(missing="init")
@@ -324,7 +323,7 @@ def test_a_plain_module_takes_adapters_too() -> None:
     recipe = recipes.recipe_for(wrapped, stored)
     base = "base_model.model.layers.0.base_layer.weight"
     assert recipe.targets[base] == {"op": "stored", "name": "layers.0.weight"}
-    assert recipe.callers and all("lora" in name for name in recipe.callers)
+    assert recipe.missing and all("lora" in name for name in recipe.missing)
 
 
 # ---- value heads
@@ -365,7 +364,7 @@ def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -
     experts = "mlp.experts.gate_up_proj"
     node = recipe.targets[f"{path}model.layers.1.{experts}"]
     assert re.sub(re.escape(prefix), "", str(node)) == str(before[f"model.layers.1.{experts}"])
-    assert all("lora" in n for n in recipe.callers)
+    assert all("lora" in n for n in recipe.missing)
 
 
 def test_two_models_in_one_module_are_distinguished_by_prefix(written: Any) -> None:
@@ -457,7 +456,7 @@ def test_a_head_that_is_not_stored_must_be_declared(name: str) -> None:
         )
         assert recipe.unused == ["lm_head.weight"]
         assert recipe.missing["score.weight"] == ("bfloat16", (3, 39))
-        assert all(n.startswith("score.") for n in recipe.callers)
+        assert all(n.startswith("score.") for n in recipe.missing)
 
 
 def test_a_tensor_declared_missing_may_be_stored_in_another_shape() -> None:
@@ -472,7 +471,7 @@ def test_a_tensor_declared_missing_may_be_stored_in_another_shape() -> None:
     recipe = recipes.recipe_for(
         model, stored, rules=recipes.LoadRules(unexpected="lm_head", missing=["score"])
     )
-    assert recipe.callers == ["score.weight"]
+    assert list(recipe.missing) == ["score.weight"]
     assert recipe.unused == ["lm_head.weight", "score.weight"]
 
 
@@ -482,14 +481,14 @@ def test_tensors_left_to_the_model_are_in_the_document_but_not_in_the_text() -> 
     stored = {n: ("float32", tuple(t.shape)) for n, t in model.state_dict().items()}
     head, embedding = stored.pop("lm_head.weight"), stored.pop("model.embed_tokens.weight")
     recipe = recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing="init"))
-    assert recipe.callers == ["model.embed_tokens.weight"]
+    assert list(recipe.missing) == ["model.embed_tokens.weight"]
     targets = recipe.document["targets"]
     assert list(targets) == list(model.state_dict())
     node = {"op": "caller", "shape": list(embedding[1]), "dtype": "float32"}
     assert targets["model.embed_tokens.weight"] == node
     assert targets["lm_head.weight"] == {"op": "alias", "of": "model.embed_tokens.weight"}
     assert "embed_tokens" not in recipe.text() and head == embedding
-    assert json.loads(recipe.text(callers=True)) == recipe.document
+    assert json.loads(text_with_callers(recipe)) == recipe.document
     present = ["model.embed_tokens.weight"]
     assert recipes.recipe_for(model, stored, present=present).targets.keys() == stored.keys()
 

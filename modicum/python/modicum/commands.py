@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from modicum.errors import failure, from_json
-from modicum.options import dtype_text
+from modicum.errors import failure, from_json, refusal
+from modicum.options import dtype_text, require_flag
+
+if TYPE_CHECKING:
+    import torch
 
 Place = str | os.PathLike[str]
 _DIFFERENT = 12
@@ -18,7 +21,7 @@ _DIFFERENT = 12
 
 def verify(path: Place) -> dict[str, Any]:
     """Compares the files of a checkpoint with what its headers, index and records say, and the
-    values of a saved one with its digests.
+    values of a saved one with its digests. Runs a process and waits for it, on any thread.
 
     Args:
         path: a checkpoint, or a run, of which all checkpoints are verified.
@@ -38,11 +41,13 @@ def verify(path: Place) -> dict[str, Any]:
 
 def convert(
     source: Place, out: Place, *,
-    dtype: Any = None, keep_fp32: str | None = None, recipe: Place | None = None,
-    shard_size: int | str | None = None, budget: int | str | None = None,
-    allow_overflow: bool = False, adopt: bool = False, sparse: bool = False,
+    dtype: "torch.dtype | str | None" = None, keep_fp32: str | None = None,
+    recipe: Place | None = None, shard_size: int | str | None = None,
+    budget: int | str | None = None, allow_overflow: bool = False, adopt: bool = False,
+    sparse: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes plain Hugging Face files. Resumable: after a kill a second call keeps complete files.
+    Runs a process and waits for it, on any thread.
 
     Args:
         source: a checkpoint, whose values are compared with its digests if it is a saved one; or a
@@ -64,14 +69,24 @@ def convert(
 
     Raises:
         IoError: `out` exists (`CONFLICT`), or a file can't be read or written.
-        FormatError, IntegrityError, UsageError: as of the command.
+        FormatError, IntegrityError: `source` is malformed or damaged.
+        UsageError: an argument is invalid, or a finite value would become infinite (`MISMATCH`)
+            without `allow_overflow`.
+        BudgetError: the conversion does not fit; no tensor has been read.
+        PreemptedError: SIGTERM ended the program.
+        Error: the program ended without a document (`INTERNAL`), as when the kernel kills it.
     """
+    if keep_fp32 is not None and not isinstance(keep_fp32, str):
+        raise refusal("USAGE", "keep_fp32", expected="a regular expression", got=repr(keep_fp32))
+    for name, size in {"shard_size": shard_size, "budget": budget}.items():
+        if isinstance(size, bool) or not isinstance(size, (int, str, type(None))):
+            raise refusal("USAGE", name, expected='a size, such as "5GB"', got=repr(size))
     flags = _flags(
         dtype=dtype_text(dtype), keep_fp32=keep_fp32, recipe=recipe, shard_size=shard_size,
         budget=budget,
     )  # fmt: skip
-    switches = {"--allow-overflow": allow_overflow, "--adopt": adopt, "--sparse": sparse}
-    flags += [name for name, is_on in switches.items() if is_on]
+    switches = {"allow_overflow": allow_overflow, "adopt": adopt, "sparse": sparse}
+    flags += [_flag(name) for name, value in switches.items() if require_flag(name, value)]
     document = _run("convert", flags, source, out)
     for warning in document["warnings"]:
         warnings.warn(f"modicum: {warning}", stacklevel=2)
@@ -79,21 +94,32 @@ def convert(
 
 
 def diff(a: Place, b: Place) -> dict[str, Any]:
-    """Compares names, dtypes, shapes and values of two checkpoints.
+    """Compares names, dtypes, shapes and values of two checkpoints. Runs a process and waits for
+    it, on any thread.
+
+    Args:
+        a: a checkpoint: a directory, a file, or `org/name` in the local Hugging Face cache.
+        b: another one.
 
     Returns:
         The document of `modicum diff --json` (docs/reference/convert.md); `differences` is empty if
         they are equal. An optimizer's state is not compared.
 
     Raises:
-        FormatError, IoError: a checkpoint can't be read.
+        FormatError, IntegrityError, IoError: a checkpoint can't be read, or a saved one differs
+            from its record.
+        BudgetError: the buffers do not fit in what the cgroup has left.
     """
     return _run("diff", [], a, b, accepted=_DIFFERENT)
 
 
 def _flags(**values: Any) -> list[str]:
     arguments = {name: value for name, value in values.items() if value is not None}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+    return [f"{_flag(name)}={value}" for name, value in arguments.items()]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _run(verb: str, flags: list[str], *places: Place, accepted: int = 0) -> dict[str, Any]:

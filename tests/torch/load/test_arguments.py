@@ -448,6 +448,8 @@ def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) 
     ("options", "error", "says"),
     [
         ({"check": "values"}, modicum.UsageError, "check .expected True or False"),
+        ({"progress": "none"}, modicum.UsageError, "progress .expected True or False"),
+        ({"budget": True}, modicum.UsageError, "budget .expected bytes"),
         ({"strategy": "own_shard"}, modicum.UsageError, "own-shard"),
         ({"strategy": "rank0-broadcast"}, modicum.UsageError, "can't exchange bytes"),
         ({"budget": "1KiB"}, modicum.BudgetError, "node 0"),

@@ -57,7 +57,7 @@ def loaded(name: str, cut: Cut, built: Any, **options: Any) -> Iterator[tuple[in
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name, built), cut)
             report = load(model, checkpoint_of(name), **options)
-            assert report.coverage == "proven" and len(report.ranks) == cut.world
+            assert report.document["coverage"] == "proven" and len(report.ranks) == cut.world
             yield rank, model
 
 

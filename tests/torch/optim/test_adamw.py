@@ -692,9 +692,9 @@ def test_refused_when_over_budget() -> None:
 class Registrar:
     """A stand-in for CUDA's runtime. Its cudaHostRegister returns `status`; 0 is success."""
 
-    def __init__(self, status: int = 0) -> None:
+    def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
-        self.status = status
+        self.status = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.status == 0:
@@ -706,19 +706,23 @@ class Registrar:
         return 0
 
 
-def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
+def test_only_memory_that_a_device_reads_or_writes_is_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For parameters on the host this is the gradient buffer."""
     registrar, model = Registrar(), net(torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: registrar)
     optimizer = AdamW(
-        model.parameters(), state_format="int8-moments", memory=MemoryPolicy(pin=registrar)
+        model.parameters(), state_format="int8-moments", memory=MemoryPolicy(pin=True)
     )
     assert sum(registrar.pinned.values()) == sum(h["grad"] for h in optimizer.held.values())
     del optimizer
     gc.collect()
     assert registrar.pinned == {}
-    ledger = modicum.Ledger()
+    ledger, registrar.status = modicum.Ledger(), 2
     with pytest.raises(modicum.BudgetError, match="CUDA error 2"):
-        AdamW(model.parameters(), memory=MemoryPolicy(pin=Registrar(2), ledger=ledger))
+        AdamW(model.parameters(), memory=MemoryPolicy(pin=True, ledger=ledger))
     assert ledger.held_bytes == 0
 
 
@@ -738,6 +742,10 @@ def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
         (lambda m: copy.deepcopy(AdamW(m.parameters())), "not copied or pickled"),
         (lambda m: pickle.dumps(AdamW(m.parameters())), "not copied or pickled"),
         (lambda m: AdamW(m.parameters()).clip_grad_norm_(-1.0), "0 or more"),
+        (lambda m: AdamW(m.parameters()).clip_grad_norm_("1"), "max_norm .*a number"),
+        (lambda m: AdamW(m.parameters()).state_items(codes="x"), "codes .*True or False"),
+        (lambda m: AdamW(m.parameters(), lr="0.001"), "lr .*a number"),
+        (lambda m: AdamW(m.parameters(), memory=MemoryPolicy(pin="yes")), "pin .*True or False"),
     ],
 )
 def test_wrong_uses_are_refused(make: Callable[[Any], Any], words: str) -> None:

@@ -184,7 +184,10 @@ def test_all_ranks_read_the_checkpoint_of_rank_0(
         ("thread", "on another thread than the main one, while training may go on (expected"),
         ("value", "value of rng.state can't be saved"),
         ("ranks", "value of epoch differs on rank 1 (expected 0, got 1)"),
-        ("models", "tensors of one model are not under one key (expected one key, got ema, model)"),
+        (
+            "models",
+            "tensors of one model are under several keys (expected one key, got ema, model)",
+        ),
         ("adamw", "lacks the state tensors of modicum.torch.AdamW"),
     ],
 )

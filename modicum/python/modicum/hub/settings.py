@@ -71,7 +71,11 @@ def _token(variables: Mapping[str, str]) -> str | None:
     names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     token = _cleaned(_first(variables, *names)) or _cleaned(_token_in_file(variables))
     if not _is_header(token):
-        raise failure("USAGE", "the token of the hub is no text of a header", expected="hf_...")
+        raise failure(
+            "USAGE",
+            "the hub's token has characters that an HTTP header can't have",
+            expected="hf_...",
+        )
     return token or None
 
 

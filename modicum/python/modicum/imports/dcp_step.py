@@ -12,7 +12,7 @@ from modicum.imports.dcp import Directory, DirectoryTensor, Place
 from modicum.imports.groups import Group, options_in, text_of
 from modicum.imports.streams import Contents, Read, Source, streams_of
 from modicum.recipes.dtypes import require_exact
-from modicum.walk.saving import GROUPS_FILE, NOT_OPTIONS, class_text, not_under_one_key
+from modicum.walk.saving import GROUPS_FILE, NOT_OPTIONS, class_text, split_keys_error
 
 
 class StoredValue(NamedTuple):
@@ -145,7 +145,7 @@ def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, StoredValue],
     for what, of_kind, ending in (("model", model, 1), ("optimizer", state, 2)):
         prefixes = {".".join(map(str, place[:-ending])) for place, _ in of_kind}
         if len(prefixes) > 1 or (not prefixes and what == "model"):
-            raise not_under_one_key(what, prefixes)
+            raise split_keys_error(what, prefixes)
     named = {str(place[-1]): entry for place, entry in model}
     return named, {(str(place[-2]), str(place[-1])): entry for place, entry in state}
 

@@ -25,7 +25,7 @@ def text(what: str, value: Any) -> str:
 
 def number(what: str, value: Any, most: float) -> Any:
     """The value, if it is a number from 0 to `most`."""
-    if not isinstance(value, Real) or not 0 <= float(value) <= most:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= most:
         expected = f"a number from 0 to {most:g}"
         raise refusal("USAGE", f"{what} is out of range", expected=expected, got=repr(value))
     return value

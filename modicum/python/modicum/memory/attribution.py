@@ -74,7 +74,7 @@ class Attribution:
         return sum(owner.copied_bytes for owner in self.owners)
 
     def per_param(self, size: int) -> float:
-        """`size` divided by the number of parameters."""
+        """`size` divided by the number of parameters; 0.0 without parameters."""
         return size / self.params if self.params else 0.0
 
     @property
@@ -159,9 +159,13 @@ def _claim(ranges: Ranges, begin: int, end: int, owner: str) -> bool:
 
 
 def held() -> int:
-    """Bytes that this process and its children hold now, by the kernel's count: private memory,
-    shared memory divided among the processes that map it, and page tables, but no page cache. To be
-    given to `attribute` as its `baseline`."""
+    """The bytes that this process and its children hold now, by the kernel's count: private memory,
+    shared memory divided among the processes that map it, and page tables, but no page cache. Give
+    them to `attribute` as its `baseline`.
+
+    Raises:
+        IoError: /proc can't be read.
+    """
     return sum(map(_total_of, _modicum.tree_memory([])["processes"]))
 
 
@@ -199,7 +203,7 @@ def places_of(sources: Sequence[Any]) -> Places:
 
 def attributed(at: Places, params: int | None, baseline: int) -> Attribution:
     """As `attribute`, now, with the tensors' addresses `at`."""
-    arguments.number("params", params or 0, arguments.MOST_BYTES)
+    arguments.number("params", 0 if params is None else params, arguments.MOST_BYTES)
     arguments.number("baseline", baseline, arguments.MOST_BYTES)
     tree = _modicum.tree_memory([part[:2] for part in at.ranges])
     owners = _by_owner(at.ranges, tree["ranges"])

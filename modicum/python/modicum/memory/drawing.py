@@ -69,8 +69,9 @@ def draw(
         The path that was written.
 
     Raises:
-        UsageError: the path does not end in .html, a source is not a file that `write` has written,
-            there is no sample, or the title is not a str or not UTF-8.
+        UsageError: the path does not end in .html, `write` has not written a source, there is no
+            sample, or the title is not a str or not UTF-8.
+        OSError: a source can't be read, or the page can't be written.
     """
     target = Path(path)
     heading = arguments.text("the title", title) or "Host memory"

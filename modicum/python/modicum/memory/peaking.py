@@ -33,7 +33,11 @@ class Peaks:
 
     def sample(self) -> Attribution:
         """Makes and returns an attribution now, for example before the workers of an epoch end. To
-        be called on the thread that trains."""
+        be called on the thread that trains.
+
+        Raises:
+            IoError, UsageError: as for `attribute`.
+        """
         self._look_up()
         return self._measure()
 
@@ -99,7 +103,7 @@ def attribute(
 ) -> AbstractContextManager[Peaks]: ...
 def attribute(
     *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float | None = None
-) -> Any:
+) -> Attribution | AbstractContextManager[Peaks]:
     """Attributes the memory of this process and its children to owners, including memory of other
     libraries. Memory without an owner is part of the baseline, or unexplained.
 

@@ -283,7 +283,8 @@ def recorded_phase(name: str, interval_s: float) -> Iterator[Phase]:
 
 
 def phases() -> list[Phase]:
-    """The phases of this process so far, in the order in which they began."""
+    """The phases of this process so far, in the order in which they began; open ones still change.
+    May be called on any thread."""
     return list(_recording().phases)
 
 
@@ -345,8 +346,9 @@ def write(
     Raises:
         UsageError: the label or a line's name is not a str or not UTF-8, a line is not a number of
             bytes, or RANK is not a number.
+        OSError: the file can't be written.
     """
-    target = Path(str(path).replace("{rank}", str(_rank())))
+    target = Path(os.fspath(path).replace("{rank}", str(_rank())))
     written = [json.dumps(line, separators=(",", ":")) for line in recorded(label, lines)]
     target.write_text("\n".join(written) + "\n", "utf-8")
     return target

@@ -16,8 +16,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 @overload
 def phase(name: _Function) -> _Function: ...
 @overload
-def phase(name: str = "", *, interval_s: float = 0.01) -> "_Tracker": ...
-def phase(name: str | Callable[..., Any] = "", *, interval_s: float = 0.01) -> Any:
+def phase(name: str = "", *, interval_s: float = 0.01) -> "PhaseContext": ...
+def phase(
+    name: str | Callable[..., Any] = "", *, interval_s: float = 0.01
+) -> "Callable[..., Any] | PhaseContext":
     """Samples the memory of this process and its children during a block, or during each call of a
     function.
 
@@ -28,9 +30,10 @@ def phase(name: str | Callable[..., Any] = "", *, interval_s: float = 0.01) -> A
         @modicum.memory.phase
         def evaluate(): ...
 
-    Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % with
-    children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
-    pages the kernel must count, it takes up to 50 ms per GiB. While the block holds the GIL there
+    Phases may nest, also those of several threads. A thread takes the samples, at a rate that uses
+    at most 2 % of a core (5 % with children). A sample reads one file of /proc in 0.1 ms; with
+    children, whose shared pages the kernel must count, it takes up to 50 ms per GiB. While the
+    block holds the GIL there
     are no samples, but the kernel's high-water mark still records the peak of this process. If the
     program runs under `modicum watch`, the phase is recorded there, too. Linux only.
 
@@ -57,11 +60,11 @@ def phase(name: str | Callable[..., Any] = "", *, interval_s: float = 0.01) -> A
         IoError: /proc can't be read at the begin or the end; a phase that has begun is over.
     """
     if isinstance(name, str):
-        return _Tracker(name, interval_s)
-    return _Tracker("", interval_s)(name)
+        return PhaseContext(name, interval_s)
+    return PhaseContext("", interval_s)(name)
 
 
-class _Tracker(AbstractContextManager[Phase]):
+class PhaseContext(AbstractContextManager[Phase]):
     """A context manager and decorator, which may be used several times."""
 
     def __init__(self, name: str, interval_s: float) -> None:

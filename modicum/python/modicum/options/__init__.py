@@ -42,6 +42,13 @@ def require_seed(seed: Any) -> int:
     return seed
 
 
+def require_flag(name: str, value: Any) -> bool:
+    """Returns `value`. Raises `UsageError` unless it is a bool."""
+    if not isinstance(value, bool):
+        raise refusal("USAGE", name, expected="True or False", got=repr(value))
+    return value
+
+
 class Options:
     """The base of such a dataclass."""
 
@@ -71,9 +78,8 @@ class MemoryPolicy(Options):
     fork: Literal["excluded", "shared", "inherited"] | None = None
     """How forked children see the memory: "excluded" (the default; not mapped), "shared", or
     "inherited" (copies, which the budget includes); docs/guide/workers.md."""
-    pin: Any = None
-    """For `AdamW`: True pins the memory that a device reads or writes, at its exact size; an object
-    with cudaHostRegister and cudaHostUnregister is used in place of CUDA's runtime."""
+    pin: bool | None = None
+    """For `AdamW`: True pins the memory that a device reads or writes, at its exact size."""
 
 
 @dataclass(frozen=True, kw_only=True)

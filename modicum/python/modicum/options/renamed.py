@@ -35,8 +35,10 @@ _NAMES = {
 }
 _KEYWORDS = {
     "background": "modicum.torch.async_save",
+    "check": "modicum.verify, or check= of modicum.torch.load",
     "decoupled": "decoupled_weight_decay=",
     "root": "run=, the second argument",
+    "quantizer": "nothing: it is that of the model's config",
     "verify": "modicum.verify, after the report's not_compared",
 }
 

@@ -40,8 +40,15 @@ def given_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Recipe | None:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Reads a recipe.json. Raises `UsageError` for other files, and `IoError` if the file can't be
-    read. Ops are checked by the load."""
+    """Reads a recipe from a file.
+
+    Args:
+        path: a recipe.json. Its ops are checked by the load.
+
+    Raises:
+        UsageError: the file is no recipe, or too long (`MISMATCH`).
+        IoError: the file can't be read.
+    """
     path, what = Path(path), "invalid recipe.json"
     text = _modicum.read_file(path, too_long="MISMATCH")
     try:

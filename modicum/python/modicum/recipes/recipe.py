@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
@@ -35,6 +35,10 @@ from modicum.upstream.transformers import (
 )
 from modicum.upstream.wrappers import canonical
 
+if TYPE_CHECKING:
+    import torch
+    import transformers
+
 
 @dataclass
 class Recipe:
@@ -51,7 +55,7 @@ class Recipe:
     grown: dict[str, int] = field(default_factory=dict)
     """The stored number of rows of each target that has another number of rows (`resized`)."""
     norms: dict[str, str] = field(default_factory=dict)
-    """By target that the caller of the load fills with row norms: the weight with these rows."""
+    """By DoRA's magnitude that the checkpoint lacks: the weight whose row norms it begins with."""
     unexpected: list[str] = field(default_factory=list)
     """Those of `unused` that have no place in the model, and that transformers would warn of."""
 
@@ -62,43 +66,47 @@ class Recipe:
         return {name: (node["dtype"], tuple(node["shape"])) for name, node in callers.items()}
 
     @property
-    def callers(self) -> list[str]:
-        """Names of the tensors that the model initialises, in its order."""
-        return list(self.missing)
-
-    @property
     def document(self) -> dict[str, Any]:
         """The document of recipe.json."""
         return {"targets": self.targets, "unused": self.unused}
 
-    def text(self, *, callers: bool = False) -> str:
-        """The text of recipe.json, without whitespace. `callers`: whether to include nodes `caller`
-        and their aliases, for a load whose caller provides these tensors."""
-        left = {} if callers else self.missing
+    def text(self) -> str:
+        """The text of recipe.json, without whitespace and without tensors that the model
+        initialises."""
+        missing = self.missing
         targets = {
             name: node
             for name, node in self.targets.items()
-            if name not in left and node.get("of") not in left
+            if name not in missing and node.get("of") not in missing
         }
-        document = self.document | {"targets": targets}
-        return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+        return _text_of(self.document | {"targets": targets})
 
-    def into(self, model: Structure) -> "Recipe":
-        """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target, or if
-        `caller` is an input of another node."""
-        other = next((name for name in self.targets if name not in model.members), None)
-        if other is not None:
-            what = f"the recipe has a target that the model lacks{_near(other, model.members)}"
-            raise refusal("MISMATCH", what, tensor=other)
-        targets = {}
-        for name, node in self.targets.items():
-            if has_inner_caller(node):
-                what = "the node of a target has `caller` as an input"
-                raise refusal("UNSUPPORTED", what, tensor=name, expected="a target `caller`")
-            dtype = dtype_name(model.members[name].tensor.dtype)
-            is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
-            targets[name] = node | ({"dtype": dtype} if is_cast else {})
-        return Recipe(targets, self.unused, self.grown, self.norms)
+
+def text_with_callers(recipe: Recipe) -> str:
+    """The text of recipe.json with nodes `caller` and their aliases, for a load by a caller."""
+    return _text_of(recipe.document)
+
+
+def _text_of(document: dict[str, Any]) -> str:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
+def with_dtypes_of(recipe: Recipe, model: Structure) -> Recipe:
+    """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target, or if
+    `caller` is an input of another node."""
+    other = next((name for name in recipe.targets if name not in model.members), None)
+    if other is not None:
+        what = f"the recipe has a target that the model lacks{_near(other, model.members)}"
+        raise refusal("MISMATCH", what, tensor=other)
+    targets = {}
+    for name, node in recipe.targets.items():
+        if has_inner_caller(node):
+            what = "the node of a target has `caller` as an input"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected="a target `caller`")
+        dtype = dtype_name(model.members[name].tensor.dtype)
+        is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
+        targets[name] = node | ({"dtype": dtype} if is_cast else {})
+    return Recipe(targets, recipe.unused, recipe.grown, recipe.norms)
 
 
 # ---- the checkpoint
@@ -464,10 +472,18 @@ def _of_tokens(structure: Structure) -> frozenset[str]:
 # ---- the model of a directory
 
 
-def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
-    """The model of a directory's config.json on meta, without memory for its weights. `dtype`: a
-    torch.dtype or its name; None means the dtype in the config, or float32 if the config has
-    none."""
+def meta_model(
+    directory: str | os.PathLike[str], dtype: "torch.dtype | str | None" = None
+) -> "transformers.PreTrainedModel":
+    """The model of a directory's config.json on meta, without memory for its weights.
+
+    Args:
+        directory: what transformers' AutoConfig accepts; it raises OSError for others.
+        dtype: a torch.dtype or its name; None: the config's, or float32 if it has none.
+
+    Raises:
+        UsageError: transformers lacks the class of the architecture, or `dtype` is invalid.
+    """
     import torch
     import transformers
 

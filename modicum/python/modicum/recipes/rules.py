@@ -4,12 +4,17 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from modicum.options import Options, read_options
+from modicum.errors import refusal
+from modicum.options import Options, read_options, require_flag
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes.patterns import Rule
 from modicum.recipes.recipe import Recipe, build_recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +61,9 @@ IN_A_RECIPE = ("keep_fp32", "missing", "unexpected", "key_mapping", "adapter", "
 
 @refuse_old_keywords(LoadRules)
 def recipe_for(
-    model: Any, checkpoint: str | os.PathLike[str] | Mapping[str, Any], *,
-    dtype: Any = None, rules: LoadRules | None = None, present: Iterable[str] = (),
-    untie: bool = False,
+    model: "nn.Module", checkpoint: str | os.PathLike[str] | Mapping[str, Any], *,
+    dtype: "torch.dtype | str | None" = None, rules: LoadRules | None = None,
+    present: Iterable[str] = (), untie: bool = False,
 ) -> Recipe:  # fmt: skip
     """The recipe that loads `checkpoint` into `model`: like `from_pretrained` for a transformers
     model, by name for any other module.
@@ -79,10 +84,17 @@ def recipe_for(
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
 
+    Returns:
+        The recipe, for `LoadRules(recipe=)` or, as text, for a file.
+
     Raises:
         UsageError: model and checkpoint differ (MISMATCH); an operation, quantization or cast is
             unknown (UNSUPPORTED); a regular expression is invalid (USAGE).
+        FormatError, IntegrityError, IoError: the checkpoint can't be opened.
     """
+    if isinstance(present, str):
+        raise refusal("USAGE", "present", expected="names of tensors", got=repr(present))
+    require_flag("untie", untie)
     values = read_options("recipe_for", LoadRules, rules, IN_A_RECIPE)
     values["resized"] = values["resized"] is not None
     return build_recipe(model, checkpoint, dtype=dtype, present=present, untie=untie, **values)

@@ -14,11 +14,11 @@ from modicum._modicum import Checkpoint as Checkpoint
 from modicum._modicum import Layout as Layout
 from modicum._modicum import Plan as Plan
 from modicum._modicum import Recipe as Recipe
-from modicum._modicum import make_layout as make_layout
 from modicum._modicum import make_recipe as make_recipe
-from modicum._modicum import open_checkpoint as open_checkpoint
 from modicum.walk.calls import Shards as Shards
 from modicum.walk.calls import load as load
+from modicum.walk.calls import make_layout as make_layout
 from modicum.walk.calls import make_plan as make_plan
+from modicum.walk.calls import open_checkpoint as open_checkpoint
 from modicum.walk.calls import report as report
 from modicum.walk.load_report import LoadReport as LoadReport

@@ -48,14 +48,6 @@ class LoadReport(PrintableReport):
         return self.document["strategy"]
 
     @property
-    def coverage(self) -> str:
-        """Always `proven`: every element of every local buffer was written exactly once; otherwise
-        the load raises. The proof is a polynomial fingerprint of the written positions, evaluated
-        at a random point that is new for each load. It misses a fault with a probability of at most
-        elements / 2^61."""
-        return self.document["coverage"]
-
-    @property
     def warnings(self) -> list[str]:
         """Warnings about optional parts of the checkpoint that are broken, unused or unusual, and
         about an optimizer's state that can't be saved."""

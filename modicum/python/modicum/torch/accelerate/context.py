@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from modicum.errors import refusal
-from modicum.options import MemoryPolicy
+from modicum.options import MemoryPolicy, require_flag
 from modicum.options.renamed import refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.torch.accelerate.loads import Loading
@@ -38,7 +38,6 @@ from modicum.torch.loading.around import giving
 from modicum.torch.loading.load import arguments_in
 from modicum.torch.shards.forks import require_fork
 from modicum.walk.arguments import path_of
-from modicum.walk.calls import require_check
 
 
 @refuse_old_keywords(LoadRules, MemoryPolicy)
@@ -94,10 +93,10 @@ def loading(
         BudgetError, FormatError, IntegrityError, IoError, PeerError: raised by `prepare`, for the
             reasons of `modicum.torch.load`.
     """
-    require_check(check)
     arguments = arguments_in(
         "loading", rules, memory, ("missing", "unexpected", "seed"),
-        budget=budget, check=check, progress=progress,
+        budget=budget, check=require_flag("check", check),
+        progress=require_flag("progress", progress),
     )  # fmt: skip
     ledger = arguments["ledger"]
     require_fork(arguments["fork"])

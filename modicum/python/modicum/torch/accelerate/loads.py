@@ -42,7 +42,13 @@ class Loading:
     def fill(self, model: nn.Module) -> None:
         """Loads a model that was built in the context and is not passed to `Accelerator.prepare`,
         with its present sharding. Does nothing if the model has values. The budget does not
-        include an optimizer's state; that of `modicum.torch.load(optimizer=)` does. Collective."""
+        include an optimizer's state; that of `modicum.torch.load(optimizer=)` does. Collective.
+
+        Raises:
+            UsageError: several models in `model` were built without values.
+            BudgetError, FormatError, IntegrityError, IoError, PeerError: as for
+                `modicum.torch.load`.
+        """
         self._fill(model)
 
     def unfilled(self) -> list[nn.Module]:
@@ -56,7 +62,11 @@ class Loading:
     @contextmanager
     def exempt(self, *models: nn.Module) -> Iterator[None]:
         """A context that leaves `models`, and all models built in it, to transformers and
-        accelerate: each rank reads and holds them as without Modicum."""
+        accelerate: each rank reads and holds them as without Modicum. Not collective.
+
+        Args:
+            models: models that were built before the context.
+        """
         for model in models:
             self._models.setdefault(model, None)
         before, self._is_exempt = self._is_exempt, True

@@ -48,7 +48,7 @@ from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
-from modicum.walk.arguments import root_of
+from modicum.walk.arguments import integer, root_of
 from modicum.walk.saving import GROUPS_FILE, class_text
 
 Size = int | str
@@ -105,7 +105,8 @@ class ModicumWriter(StorageWriter, AsyncStager):
             memory: `MemoryPolicy` with `staging` and `ledger`.
 
         Raises:
-            UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
+            UsageError: `optimizer` is a `modicum.torch.AdamW`, for which there is
+                `modicum.torch.save`; `run` is no directory; or an option is invalid.
         """
         acting = ("source", "dtype", "shard_size", "replicas")
         files = read_options("ModicumWriter", SaveOptions, options, acting)
@@ -117,11 +118,11 @@ class ModicumWriter(StorageWriter, AsyncStager):
         self._model, self._optimizer = model, optimizer
         self._form = Form(**files, staging=holding["staging"], adapters=False)
         self._options: dict[str, Any] = {
-            "keep": keep,
+            "keep": None if keep is None else integer("keep", keep, 1),
             "ledger": holding["ledger"] or _modicum.Ledger(),
             "budget": budget,
         }
-        self._at = (root_of(run), step)
+        self._at = (root_of(run), integer("step", step, 0))
         self._flight = CheckpointInFlight()
         self._kept: tuple[PlannedSave, int] | None = None  # on rank 0, until `finish`
         self.path: str | None = None

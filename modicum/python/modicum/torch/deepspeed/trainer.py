@@ -10,7 +10,7 @@ import copy
 import math
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from modicum.errors import refusal
 from modicum.torch.optim.protection import Protection, protect
@@ -24,6 +24,9 @@ class ProtectCallback(TrainerCallback):
     `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
     protected at the end of the step that allocates it. Children forked after training inherit the
     memory again.
+
+    Raises:
+        UsageError: from `on_train_begin`, as by `protect`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class ProtectCallback(TrainerCallback):
         self.protection = None
 
 
-def config_of(arguments: Any) -> dict[str, Any]:
+def config_of(arguments: TrainingArguments) -> dict[str, Any]:
     """The ds_config of `TrainingArguments(deepspeed=...)`, for `modicum plan --deepspeed` and
     `modicum.plan`. transformers has replaced most of its "auto" values by numbers:
 
@@ -50,6 +53,13 @@ def config_of(arguments: Any) -> dict[str, Any]:
     Infinities and NaN at its top level are left out, since JSON lacks them. These stay "auto":
     sizes that depend on the model and, before training, the scheduler's numbers of steps, none of
     which change host memory; and `train_batch_size`, which follows from the plan's ranks.
+
+    Args:
+        arguments: transformers' TrainingArguments; for resolved values those of a Trainer that
+            exists.
+
+    Returns:
+        A copy, which `json.dump` accepts.
 
     Raises:
         UsageError: the arguments have no DeepSpeed configuration.

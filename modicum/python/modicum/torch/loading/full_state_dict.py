@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
-from modicum.options import MemoryPolicy, names_in, read_options
+from modicum.options import MemoryPolicy, names_in, read_options, require_flag
 from modicum.options.renamed import refuse_old, refuse_old_keywords
 from modicum.recipes import LoadRules
 from modicum.torch.loading.around import note_loaded
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
 from modicum.torch.loading.load import (
     arguments_in,
-    meeting_to_load,
+    collective_load,
     options_of,
     recipe_arguments,
 )
@@ -91,13 +91,15 @@ def load_full_state_dict(
         UsageError: dict and model do not match (MISMATCH, naming the tensor), or arguments are
             invalid.
         IoError: the models or the arguments of the ranks differ (CONFLICT).
-        The errors of `load`. Every error is raised on all ranks; parameters are then on meta,
-        except those that had values on every rank.
+        FormatError, IntegrityError, PeerError: as for `load`. Every error is raised on all ranks;
+            parameters are then on meta, except those that had values on every rank.
     """
 
     def arguments() -> dict[str, Any]:
-        direct = {"optimizer": optimizer, "budget": budget, "dtype": dtype, "progress": progress}
-        return _arguments_in("load_full_state_dict", state, rules, memory, **direct)
+        require_flag("strict", strict)
+        require_flag("consume", consume)
+        named = {"optimizer": optimizer, "budget": budget, "dtype": dtype, "progress": progress}
+        return _arguments_in("load_full_state_dict", state, rules, memory, **named)
 
     full_options = FullOptions(strict=strict, drops=not strict, consume=consume)
     return _fill(model, state, full_options, arguments)[-1]
@@ -118,23 +120,23 @@ class FullOptions:
     consume: bool = False
 
 
-_RULING = tuple(name for name in names_in(LoadRules) if name != "buffers")
+_DICT_RULES = tuple(name for name in names_in(LoadRules) if name != "buffers")
 
 
 def _arguments_in(
-    function: str, state: Full, rules: Any, memory: Any, **direct: Any
+    function: str, state: Full, rules: Any, memory: Any, **keywords: Any
 ) -> dict[str, Any]:
     """As `arguments_in`, for a load of `state`."""
     if isinstance(state, (str, os.PathLike)):
-        return arguments_in(function, rules, memory, _RULING, **direct)
+        return arguments_in(function, rules, memory, _DICT_RULES, **keywords)
     called = f"{function} with a dict"
     for name, default in (("dtype", None), ("check", False)):
-        if direct.get(name, default) != default:
+        if keywords.get(name, default) != default:
             raise refusal("USAGE", f"{name} has no effect in {called}", expected=repr(default))
     read_options(called, MemoryPolicy, memory, ("staging", "ledger", "fork"))
     expected = "None: change the dict, or save it to a file and pass its path"
     read_options(called, LoadRules, rules, (), expected=expected)
-    return arguments_in(called, memory=memory, **direct)
+    return arguments_in(called, memory=memory, **keywords)
 
 
 @overload
@@ -158,6 +160,8 @@ def fsdp2_load_full_state_dict(
 
 def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     """`load_full_state_dict` under the name and with the signatures by which frameworks call it.
+    Collective.
+
     The first argument selects the signature: a module is the model (verl, SkyRL, AReaL), anything
     else an accelerator (accelerate 1.15, axolotl). With an accelerator, names of the dict that the
     model lacks are dropped, and non-persistent buffers are unchanged: accelerate restores them.
@@ -174,6 +178,11 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
 
     Returns:
         The model.
+
+    Raises:
+        BudgetError, FormatError, IntegrityError, IoError, PeerError, UsageError: as for
+            `load_full_state_dict`.
+        TypeError: an unknown argument.
     """
     is_accelerates = bool(arguments) and not isinstance(arguments[0], nn.Module)
     if is_accelerates or "accelerator" in named:
@@ -207,7 +216,7 @@ def _of_engines(
 ) -> nn.Module:
     """The call with a model first, as in verl, SkyRL and AReaL."""
     offload = bool(cpu_offload) or _is_policy(device_mesh)
-    is_strict = strict is not False
+    is_strict = strict is None or bool(strict)
     full_options = FullOptions(strict=is_strict, drops=not is_strict, offload=offload)
     return _fill_by_name(model, full_state, full_options, options)
 
@@ -253,7 +262,7 @@ def _fill(
 ) -> list[LoadReport]:
     """Loads a dict or a path. `arguments`: as for `load_by`. Returns a report for each load."""
     reports = []
-    with meeting_to_load(module) as ranks:
+    with collective_load(module) as ranks:
         named = arguments()
         options = options_of(named)
         _require_full(full, full_options)

@@ -16,7 +16,7 @@ from modicum.errors import counted, refusal
 from modicum.memory.recording import reset_peak
 from modicum.options import dtype_text
 from modicum.recipes import Recipe
-from modicum.recipes.recipe import build_recipe
+from modicum.recipes.recipe import build_recipe, text_with_callers, with_dtypes_of
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
@@ -161,7 +161,7 @@ def goal_of_source(
     arguments["dtype"] = dtype_text(arguments["dtype"])
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
     facts |= {f"argument {name}": _repr_of(value) for name, value in arguments.items()}
-    facts["argument recipe"] = "" if caller_recipe is None else caller_recipe.text(callers=True)
+    facts["argument recipe"] = "" if caller_recipe is None else text_with_callers(caller_recipe)
     ranks.agree_on(facts | model.facts())
     present = [
         name
@@ -172,13 +172,13 @@ def goal_of_source(
     def make() -> list[Any]:
         stored, structure = checkpoint.stored, model.structure
         if caller_recipe is not None:
-            recipe = caller_recipe.into(structure)
+            recipe = with_dtypes_of(caller_recipe, structure)
         else:
             recipe = build_recipe(
                 model.module, stored, structure=structure, present=present, **arguments
             )
         _warn_of_unused(recipe, stored)
-        return [recipe.text(callers=True), recipe.callers, recipe.grown, recipe.norms]
+        return [text_with_callers(recipe), list(recipe.missing), recipe.grown, recipe.norms]
 
     # Only rank 0 makes the recipe, which takes transformers seconds of CPU. Memory is measured
     # after that, so that the memory that transformers keeps counts as baseline.

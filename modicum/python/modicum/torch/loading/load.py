@@ -1,4 +1,4 @@
-"""`load`: loads a checkpoint into a model whose parameters are on meta."""
+"""`load`: loads a checkpoint into a model on meta or with values."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,10 +37,11 @@ def load(
     dtype: torch.dtype | str | None = None, rules: LoadRules | None = None,
     memory: MemoryPolicy | None = None, check: bool = False, progress: bool = True,
 ) -> LoadReport:  # fmt: skip
-    """Collectively loads a checkpoint into a model built under `empty_parameters()`, which may be
-    sharded.
+    """Collectively loads a checkpoint into a model, sharded or not, normally one that was built
+    under `empty_parameters()`.
 
-    Every rank of torch's default process group calls it with the same arguments, after
+    Only one thread of a process at a time may be in a collective call of Modicum. Every rank of
+    torch's default process group calls it with the same arguments, after
     `fully_shard` (or `parallelize_module`, or neither) and before the first forward; without a
     process group there is one rank. With the default strategy each rank reads only its own
     bytes, into memory that FSDP2 then uses directly. Parameter objects and `requires_grad` are
@@ -54,7 +55,7 @@ def load(
             None: everything on meta is initialised.
         optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The budget covers
             their state, which is allocated after the load. With a single one it also covers a save
-            of model and state, or a warning names the reason why not.
+            of model and state; if this state can't be saved, a warning says why.
         budget: host memory per node, bytes or text ("200GiB"). It includes what the rank
             processes hold already, but not what the program and torch allocate in them later:
             activations, and on the CPU the `grad` of bfloat16 parameters that an AdamW with
@@ -76,6 +77,7 @@ def load(
         UsageError: model, source and arguments do not fit together.
         FormatError, IntegrityError, IoError, PeerError: raised on every rank, naming the rank that
             caused it. Tensors on meta stay there; those with values may be partly overwritten.
+        Error: another rank raised an error that is not Modicum's, or got Ctrl-C (`CANCELLED`).
     """
 
     def arguments() -> dict[str, Any]:
@@ -87,11 +89,11 @@ def load(
     return load_by(arguments, model, source)
 
 
-HOLDING = ("strategy", "staging", "ledger", "fork")
+_LOAD_FIELDS = ("strategy", "staging", "ledger", "fork")
 """The fields of `MemoryPolicy` that act in a load."""
 
 
-_DIRECT = {"optimizer": None, "budget": None, "dtype": None, "check": False, "progress": True}
+_KEYWORDS = {"optimizer": None, "budget": None, "dtype": None, "check": False, "progress": True}
 """The keywords of `load` besides its options, with their defaults."""
 
 
@@ -99,29 +101,30 @@ def arguments_in(
     function: str,
     rules: Any = None,
     memory: Any = None,
-    ruling: Collection[str] | None = None,
-    **direct: Any,
+    allowed_rules: Collection[str] | None = None,
+    **keywords: Any,
 ) -> dict[str, Any]:
-    """The dict that `arguments` of `load_by` returns: `direct`, the fields of `rules` and `memory`,
-    and defaults for the rest. Raises `UsageError`, naming `function`, if a field of `rules` is set
-    that is not in `ruling` (None: all are allowed), or one of `memory` that is not in `HOLDING`."""
-    named = _DIRECT | direct | read_options(function, LoadRules, None)
-    named |= read_options(function, LoadRules, rules, ruling)
-    return named | read_options(function, MemoryPolicy, memory, HOLDING)
+    """The dict that `arguments` of `load_by` returns: `keywords`, the fields of `rules` and
+    `memory`, and defaults for the rest. Raises `UsageError`, naming `function`, if a field of
+    `rules` is set that is not in `allowed_rules` (None: all are allowed), or a field of `memory`
+    that does not act in a load."""
+    named = _KEYWORDS | keywords | read_options(function, LoadRules, None)
+    named |= read_options(function, LoadRules, rules, allowed_rules)
+    return named | read_options(function, MemoryPolicy, memory, _LOAD_FIELDS)
 
 
 def load_by(
     arguments: Callable[[], dict[str, Any]], model: nn.Module, source: Source
 ) -> LoadReport:
-    """As `load`. Collective. `arguments`: returns the arguments of `load` and the fields of
-    its options, by name. It is called where all ranks raise its error."""
+    """As `load`. Collective. `arguments`: is called once the ranks have met, so that its error is
+    raised on all of them; returns the keywords of `load` and the fields of its options by name."""
     return _load(inside_ddp(model), source, arguments)
 
 
 @contextmanager
-def meeting_to_load(model: nn.Module) -> Iterator[Ranks]:
-    """The meeting of all ranks in which they load into `model`: after a save in the background,
-    whose error is raised here, and outside of inference mode. Collective."""
+def collective_load(model: nn.Module) -> Iterator[Ranks]:
+    """The context of a load into `model` by all ranks. Waits for a save in the background, raises
+    its error, and suspends inference mode. Collective."""
     in_flight.finish()
     with outside_inference(model), Ranks.of_world().together() as ranks:
         in_flight.deliver()
@@ -144,7 +147,7 @@ def _is_inference(model: nn.Module) -> bool:
 
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
-    """The options of a load. `arguments`: as of `load_by`."""
+    """The options of a load. `arguments`: what that of `load_by` returns."""
     names = ("strategy", "staging", "fork", "seed", "check", "progress")
     named = {name: arguments[name] for name in names} | {"seed": require_seed(arguments["seed"])}
     ledger, budget = taken(arguments["ledger"], arguments["budget"])
@@ -154,7 +157,7 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
 
 
 def recipe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The `arguments` of `goal_of_source`, from those of `load_by`."""
+    """The `arguments` of `goal_of_source`, from what that of `load_by` returns."""
     names = ("dtype", "keep_fp32", "missing", "unexpected", "adapter", "key_mapping")
     is_resized = require_rule(arguments["resized"]) is not None
     recipe = given_recipe(arguments["recipe"], arguments)
@@ -162,9 +165,9 @@ def recipe_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(model: nn.Module, source: Source, arguments: Callable[[], dict[str, Any]]) -> LoadReport:
-    """The arguments of one rank may be wrong, or name a file that it does not see: they are read
-    where all ranks raise its error."""
-    with meeting_to_load(model) as ranks:
+    """Reads the arguments once the ranks have met: those of one rank may be wrong, or name a file
+    that it does not see, and then all ranks raise its error."""
+    with collective_load(model) as ranks:
         named = arguments()
         options, recipe_options = options_of(named), recipe_arguments(named)
         whole = Model.of(model, adapter=recipe_options["adapter"], originals=True)
@@ -179,7 +182,7 @@ def _load(model: nn.Module, source: Source, arguments: Callable[[], dict[str, An
         emptied.restore(loaded=goal.dtypes)
         # PEFT's tensors whose first values came from the base model: the origin's recipe leaves
         # them out, so that a save writes their own values.
-        begun = goal.norms.keys() | whole.structure.rows.keys()
-        remember(model, Origin(source, goal.text_without(begun)))
+        initialised_from_base = goal.norms.keys() | whole.structure.rows.keys()
+        remember(model, Origin(source, goal.text_without(initialised_from_base)))
         note_loaded(model)
         return report

@@ -10,6 +10,7 @@ from torch import nn
 
 from modicum.errors import refusal
 from modicum.recipes import Recipe
+from modicum.recipes.recipe import text_with_callers, with_dtypes_of
 from modicum.recipes.structure import has_adapters, inside_wrappers, structure_of
 from modicum.upstream.wrappers import canonical
 
@@ -75,11 +76,11 @@ def remember_read(model: nn.Module, source: Path, recipe: Recipe, read: Set[str]
     structure, nodes = structure_of(model), recipe.targets
     stored = {name for name, node in nodes.items() if node["op"] not in ("alias", "caller")}
     if stored <= read and nodes.keys() <= structure.members.keys():
-        remembered = recipe.into(structure)
+        remembered = with_dtypes_of(recipe, structure)
         # A save writes the present values of PEFT's tensors that began as rows of the base model.
         rows, targets = structure.rows, remembered.targets
         remembered.targets = {n: node for n, node in targets.items() if n not in rows}
-        remember(model, Origin(source, remembered.text(callers=True)))
+        remember(model, Origin(source, text_with_callers(remembered)))
 
 
 def origin_of(model: nn.Module) -> Origin | None:

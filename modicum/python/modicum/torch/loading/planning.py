@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from modicum import _modicum
 from modicum.errors import UsageError, refusal
+from modicum.options import require_flag
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.optim.adamw import AdamW
@@ -25,7 +26,6 @@ from modicum.torch.shards.tensors import ModelTensor, destination_of, overlaps
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
 from modicum.upstream.torch_rnn import without_weak_references
 from modicum.upstream.wrappers import unwrapped
-from modicum.walk.calls import require_check
 
 Size = int | str
 
@@ -52,7 +52,8 @@ class Options:
     """Further arguments that must be equal on all ranks."""
 
     def __post_init__(self) -> None:
-        require_check(self.check)
+        require_flag("check", self.check)
+        require_flag("progress", self.progress)
         require_fork(self.fork)
 
 
@@ -285,7 +286,7 @@ def budget_of(
     includes the memory that the processes of the node hold before the load. Of several nodes the
     one with the least memory counts."""
     limit = options.ledger.limit_bytes
-    if not isinstance(options.budget, (int, str, type(None))):
+    if isinstance(options.budget, bool) or not isinstance(options.budget, (int, str, type(None))):
         expected, got = 'bytes, text such as "200GiB", "none" or None', repr(options.budget)
         raise refusal("USAGE", "budget", expected=expected, got=got)
     if options.budget == "none":

@@ -7,10 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from modicum import _modicum
 from modicum.errors import BudgetError, UsageError, refusal
-from modicum.options import MemoryPolicy, read_options, require_ledger, require_seed
+from modicum.options import (
+    MemoryPolicy,
+    read_options,
+    require_flag,
+    require_ledger,
+    require_seed,
+)  # fmt: skip
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (
@@ -36,12 +43,7 @@ from modicum.torch.optim.state_dicts import (
     saved_entries,
     saved_values,
 )
-from modicum.torch.optim.states import (
-    options_of,
-    require_flag,
-    require_text,
-    unscale_of,
-)
+from modicum.torch.optim.states import number_of, options_of, require_text, unscale_of
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.torch_core import load_hooks, not_compiled
 
@@ -74,8 +76,9 @@ class AdamW(torch.optim.Optimizer):
     torch: a removed entry starts from zero, and new values are used.
 
     The constructor, `allocate`, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group`
-    are collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises
-    on all. They and `state_dict` allocate newly unfrozen parameters' state, or raise `BudgetError`.
+    are collective over all ranks of the parameters' meshes: if one raises on a rank, it raises on
+    all. They, `state_dict`, `state_items` and `digest` allocate newly unfrozen parameters' state,
+    or raise `BudgetError`. Make all calls on the thread that trains.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
@@ -110,9 +113,9 @@ class AdamW(torch.optim.Optimizer):
     @refuse_old_keywords(MemoryPolicy)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -150,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
         self.bias_correction = require_flag("bias_correction", bias_correction)
         self.ledger = require_ledger(holding["ledger"]) or _modicum.Ledger()
         self.skipped_steps = 0
-        self._pin, self._fork = holding["pin"], holding["fork"]
+        self._pin, self._fork = require_flag("pin", holding["pin"]), holding["fork"]
         self._max_norm: float | None = None
         self._has_warned = self._has_warned_of_skip = False
         self._is_first, self._has_loaded = True, False
@@ -295,7 +298,9 @@ class AdamW(torch.optim.Optimizer):
         """Makes a step: unscales, clips, updates and casts in one pass. Collective.
 
         If a gradient is not finite on any rank of the parameters' meshes, no rank changes anything
-        and `skipped_steps` grows by 1 on all of them.
+        and `skipped_steps` grows by 1 on all of them. `closure` computes the loss again, which is
+        returned; it must not raise on some ranks only. If a save in the background has failed, the
+        step raises its error, once.
         """
         loss = None
         if closure is not None:
@@ -345,7 +350,7 @@ class AdamW(torch.optim.Optimizer):
         Returns:
             The norm of the present gradients, scaled or not; NaN if one is not finite.
         """
-        max_norm = float(max_norm)
+        max_norm = number_of("max_norm", max_norm)
         if not max_norm >= 0:
             raise refusal("USAGE", "max_norm", expected="0 or more", got=str(max_norm))
 
@@ -432,6 +437,7 @@ class AdamW(torch.optim.Optimizer):
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields
         views of state tensors and scales in their own dtypes, to save or to fill without a copy."""
+        require_flag("codes", codes)
         with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
@@ -486,8 +492,7 @@ class AdamW(torch.optim.Optimizer):
         purpose, without the parameters' own memory. Frozen parameters are not included."""
         return self._bound.held()
 
-    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(owner, name, memory) of all tensors that a step uses, for `memory.attribute`."""
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:  # for `memory.attribute`
         return self._bound.holdings()
 
     def digest(self) -> dict[str, int]:

@@ -53,7 +53,7 @@ class Protection:
         """Bytes of these tensors that forked children still inherit."""
         return sum(tensor.left_bytes for tensor in self.tensors)
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """Protects tensors that the sources have allocated since the last call. Called after every
         step of a source's optimizer."""
         for source in self._sources:
@@ -63,7 +63,7 @@ class Protection:
 
     def undo(self) -> None:
         """Ends the protection: children forked from now on inherit the memory. Children forked
-        earlier still lack it."""
+        earlier still lack it. Call it in the process that called `protect`."""
         for hook in self._hooks:
             hook.remove()
         for (begin, _), (_, undone) in self._done.items():
@@ -101,12 +101,12 @@ class Protection:
             )
 
     def _follow(self, source: Any) -> None:
-        """Calls `renew` after each step of the optimizer that allocates the source's state."""
+        """Calls `_renew` after each step of the optimizer that allocates the source's state."""
         optimizer = stepping(source)
         if optimizer is None:
             return
         self._sources.append(weakref.ref(source))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.renew()))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._renew()))
 
 
 def protect(*sources: Any) -> Protection:

@@ -102,10 +102,10 @@ def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> 
         raise refusal("USAGE", "betas", expected="two numbers", got=repr(betas))
     return _modicum.AdamOptions(
         semantics=semantics,
-        lr=_number("lr", group["lr"]),
-        betas=(_number("betas", betas[0]), _number("betas", betas[1])),
-        eps=_number("eps", group["eps"]),
-        weight_decay=_number("weight_decay", group["weight_decay"]),
+        lr=number_of("lr", group["lr"]),
+        betas=(number_of("betas", betas[0]), number_of("betas", betas[1])),
+        eps=number_of("eps", group["eps"]),
+        weight_decay=number_of("weight_decay", group["weight_decay"]),
         decoupled=bool(group["decoupled_weight_decay"]),
         amsgrad=bool(group["amsgrad"]),
         maximize=bool(group["maximize"]),
@@ -113,11 +113,14 @@ def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> 
     )
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise refusal("USAGE", name, expected="a number", got=repr(value)) from None
+def number_of(name: str, value: Any) -> float:
+    """The number `value`, which may be a tensor. Raises `UsageError` for any other."""
+    if not isinstance(value, (str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise refusal("USAGE", name, expected="a number", got=repr(value))
 
 
 def unscale_of(optimizer: Any) -> float:
@@ -140,19 +143,12 @@ def require_text(name: str, value: Any) -> str:
     return value
 
 
-def require_flag(name: str, value: Any) -> bool:
-    """Returns `value`. Raises `UsageError` unless it is a bool."""
-    if not isinstance(value, bool):
-        raise refusal("USAGE", name, expected="True or False", got=repr(value))
-    return value
-
-
 def make_states(
     parts: Sequence[Part],
     options: Sequence[_modicum.AdamOptions],
     ledger: _modicum.Ledger,
     seed: int,
-    pin: Any,
+    pin: bool,
     *,
     fork: str,
     what: str,
@@ -216,11 +212,11 @@ def _arguments(part: Part, fork: str) -> dict[str, Any]:
     return {"format": part.format, "slots": slots, "threads": cpus_of_rank(), "fork": fork}
 
 
-def _registrar(pin: Any) -> tuple[Any, Any]:
+def _registrar(pin: bool) -> tuple[Any, Any]:
     """The functions that pin and unpin memory, called with (address, bytes); None: no pinning."""
-    if pin is False or pin is None:
+    if not pin:
         return None, None
-    if pin is True and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise refusal("UNSUPPORTED", "pinning needs CUDA: use MemoryPolicy(pin=False)")
-    cudart = torch.cuda.cudart() if pin is True else pin
+    cudart = torch.cuda.cudart()
     return partial(register, cudart), lambda address, _: cudart.cudaHostUnregister(address)

@@ -28,9 +28,8 @@ grace. A call of this module or a step of AdamW that it interrupts votes at its 
 step is skipped or raises.
 
 states.py has the states and what changes them. If a rank's part fails, all ranks drop the new
-checkpoint, and each raises the error, once, in its next call in which the ranks learn of the errors
-of
-others: `result`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
+checkpoint, and each raises the error, once, in its next call in which the ranks learn of errors:
+`result`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
 """
 
 import multiprocessing.util
@@ -115,7 +114,7 @@ class AsyncSave:
         self._is_on_device = begun.planned.parts.model.is_on_device
         self._blocked_s = 0.0
         self._course = Course()
-        self._pid, self._thread_id = os.getpid(), threading.get_ident()
+        self._pid, self._thread = os.getpid(), threading.current_thread()
         has_others = self._world_size > 1 and dist.get_backend() != "fake"
         self._group = weakref.ref(dist.group.WORLD) if has_others else None
         self._veto: Exception | None = None
@@ -153,9 +152,14 @@ class AsyncSave:
     # ---- what the program calls
 
     def done(self) -> bool:
-        """Whether the save is over: the checkpoint is visible, or the save has failed. Raises no
-        error of the save."""
-        if threading.get_ident() != self._thread_id:  # in a callback
+        """Whether the save is over: the checkpoint is visible, or the save has failed. On the
+        training thread the call also lets the checkpoint be committed; on any other, as in a
+        callback, it only reports. Raises no error of the save.
+
+        Raises:
+            UsageError: this is a forked child.
+        """
+        if not self._is_on_thread():  # in a callback
             return self._course.is_over
         with self._call():
             self._vote()
@@ -164,8 +168,13 @@ class AsyncSave:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits until the save is over; returns its error, or None if the checkpoint is visible.
-        Does not count as raising it: the next collective call still does. Raises `TimeoutError`
-        after `timeout` seconds; the save goes on."""
+        Does not count as raising it: the next collective call still does.
+
+        Raises:
+            TimeoutError: the save is not over after `timeout` seconds, and goes on.
+            UsageError: this is a forked child, or not the thread that called `async_save`.
+        """
+        self._require_thread()
         self._finish_within(timeout)
         return self._error
 
@@ -179,10 +188,11 @@ class AsyncSave:
         Raises:
             TimeoutError: the save is not over, and goes on. Ranks may differ in this.
             UsageError: the program wrote to a tensor in place during the save, which is named, or
-                destroyed the process group.
+                destroyed the process group; or this is not the thread that called `async_save`.
             IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
                 on every rank, and nothing of the checkpoint is visible.
         """
+        self._require_thread()
         self._finish_within(timeout)
         self.deliver()
         if self._error is not None:
@@ -194,11 +204,22 @@ class AsyncSave:
         """Calls `callback(self)` once the save is over, on the save's thread; at once if it is over
         already. Of this object the callback may call only `done`. An exception of the callback is
         printed and ignored."""
+        if not callable(callback):
+            raise refusal("USAGE", "callback", expected="a function", got=repr(callback))
         with self._callbacks_lock:
             if not self._course.is_over:
                 self._callbacks.append(callback)
                 return
         self._call_back(callback)
+
+    def _is_on_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _require_thread(self) -> None:
+        """Raises `UsageError` on another thread than that of the save's caller, which may write."""
+        if not self._is_on_thread() and self._thread.is_alive():
+            what, got = "this is not the thread that called async_save", threading.current_thread()
+            raise refusal("USAGE", what, expected=self._thread.name, got=got.name)
 
     # ---- what optimizers and loads call: the methods of in_flight.Save
 
@@ -233,7 +254,7 @@ class AsyncSave:
         raise self._error
 
     def settle(self) -> None:
-        if threading.get_ident() != self._thread_id:  # which alone votes
+        if not self._is_on_thread():  # which alone votes
             self._settle()
             return
         with self._call():

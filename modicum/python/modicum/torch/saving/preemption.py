@@ -81,7 +81,7 @@ class SigtermRequest(SigtermHandler):
 
 
 class Preemption:
-    """A loop that may be preempted, from `save_on_sigterm`."""
+    """A loop that may be preempted, from `save_on_sigterm`. For the main thread."""
 
     def __init__(self, save: Callable[[], object], request: SigtermRequest) -> None:
         self._save, self._request = save, request
@@ -93,8 +93,13 @@ class Preemption:
 
     def after_step(self) -> None:
         """Call it on every rank after each step of the training. Collective at every `every`-th
-        call: if any rank has got SIGTERM by then, all ranks save and raise `SystemExit`, with the
-        exit code 143 of a process that SIGTERM has ended."""
+        call: if any rank has got SIGTERM by then, all ranks save and exit.
+
+        Raises:
+            SystemExit: all ranks have saved. The exit code is 143, that of a process which SIGTERM
+                has ended.
+            Error: the save has failed.
+        """
         if self._request.is_agreed():
             try:
                 self._save()
@@ -139,8 +144,11 @@ def save_on_sigterm(save: Callable[[], object], *, every: int = 1) -> Iterator[P
         A `Preemption`.
 
     Raises:
-        UsageError: the program handles SIGTERM itself, or this is not the main thread.
+        UsageError: `save` is no function, `every` is no integer from 1, the program handles
+            SIGTERM itself, or this is not the main thread.
     """
+    if not callable(save):
+        raise refusal("USAGE", "save", expected="a function without arguments", got=repr(save))
     request = SigtermRequest(every)
     request.install("save_on_sigterm")
     try:

@@ -74,6 +74,7 @@ def save(
 
     Raises:
         BudgetError: the save does not fit; nothing has been written.
+        FormatError, IntegrityError: the source checkpoint is malformed or damaged.
         IoError: a file can't be written (`NOSPACE`, `IO`), the checkpoint exists, replicas differ.
         UsageError: model, optimizer and arguments do not fit together.
         PreemptedError: after SIGTERM the rest of the save does not fit into `grace`.
@@ -109,6 +110,14 @@ def async_save(
     Args:
         model, run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory: as for
             `save`.
+
+    Returns:
+        The save. Call its `result` on the thread that called this, before the program ends.
+
+    Raises:
+        BudgetError, FormatError, IntegrityError, IoError, UsageError, PeerError, PreemptedError: as
+            for `save`, for errors before the files are written; also the error of an earlier save
+            in the background which has failed.
     """
 
     def ask(sigterm: Sigterm) -> SaveRequest:

@@ -25,6 +25,7 @@ from modicum.errors import refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
+from modicum.recipes.recipe import text_with_callers
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
@@ -35,7 +36,7 @@ from modicum.torch.saving.weights import Form, LocalTensor, Writing, writing_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
-from modicum.walk.saving import not_under_one_key
+from modicum.walk.saving import split_keys_error
 
 Place = tuple[str | int, ...]
 """The path of a value: keys and indices, the outermost first."""
@@ -124,7 +125,7 @@ def split(state: Mapping[str, Any]) -> SplitStateDict:
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
-        raise not_under_one_key("model", map(flat_key, prefixes))
+        raise split_keys_error("model", map(flat_key, prefixes))
     values = {flat_key(place): value for place, value in rest if place not in tensors}
     model = {str(place[-1]): value for place, value in tensors.items()}
     return SplitStateDict(model, prefixes.pop(), optim, at or (), values, is_flat)
@@ -262,7 +263,7 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
             expected, got = str([*stored[name][1]]), str([*tensor.shape])
             raise refusal("MISMATCH", "the shape", tensor=name, expected=expected, got=got)
     unused = sorted(stored.keys() - targets.keys())
-    text = Recipe(targets, unused).text(callers=True)
+    text = text_with_callers(Recipe(targets, unused))
     memories = ranks.gather(memory_before())
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 

@@ -31,7 +31,7 @@ from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layou
 from modicum.torch.shards.tensors import copying_into, destination_of, memory_of, overlaps
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import dtensor_like
-from modicum.walk.saving import NO_CLASS, class_text
+from modicum.walk.saving import UNKNOWN_CLASS, class_text
 
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
@@ -161,7 +161,7 @@ def _read(number: Any) -> Any:
 def require_kind(optimizer: torch.optim.Optimizer, facts: str) -> None:
     """Raises `UsageError` unless state.json, `facts`, names the optimizer's class."""
     saved, kind = kind_of(facts), _kind(optimizer)
-    if saved == NO_CLASS:
+    if saved == UNKNOWN_CLASS:
         what = "the checkpoint does not name the class of its optimizer: give optimizer= to "
         what += "ModicumWriter or import_checkpoint"
         raise refusal("MISMATCH", what, got=_class_name(kind))

@@ -12,10 +12,11 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import Error, IoError, failure, refusal
+from modicum.options import require_flag
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
-from modicum.recipes.recipe import build_recipe
+from modicum.recipes.recipe import build_recipe, text_with_callers
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import charged, places_of
@@ -134,6 +135,8 @@ class Form:
     replicas: str = "equal"
 
     def __post_init__(self) -> None:
+        if self.adapters is not None:
+            require_flag("adapters", self.adapters)
         if self.unused not in ("copy", "drop"):
             raise refusal("USAGE", "unused", expected="'copy' or 'drop'", got=repr(self.unused))
         if self.replicas not in ("equal", "first"):
@@ -180,7 +183,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
             unexpected="ignore",
         )  # fmt: skip
         _require_names(recipe, model, source, unused)
-        return _fitted(recipe.text(callers=True), model)
+        return _fitted(text_with_callers(recipe), model)
 
     text, memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)

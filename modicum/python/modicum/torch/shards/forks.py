@@ -43,8 +43,10 @@ class _Guard(TorchFunctionMode):
         if found and _name_of(func) not in METADATA:
             what = "this tensor's memory was left out when the process was forked "
             what += '(fork="excluded", or `protect`): load the model, and make AdamW, with '
-            what += 'MemoryPolicy(fork="shared") to use live values in forked children; of a '
-            what += "protected optimizer use them before the fork"
+            what += (
+                'MemoryPolicy(fork="shared") to use live values in forked children; read the state '
+            )
+            what += "of an optimizer that was passed to protect() before the fork"
             got = f"{_name_of(func)} of {found[0].dtype} {list(found[0].shape)}"
             raise refusal("UNSUPPORTED", what, got=got)
         return func(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modicum.errors import refusal
+from modicum.options import require_flag
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
 
@@ -24,7 +25,7 @@ def rebind_parameters(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, resuming: bool = False
 ) -> Iterator[None]:
     """A context in which parameters of `model` may be replaced; on exit `optimizer` gets the new
-    ones.
+    ones. Not collective.
 
         with modicum.torch.rebind_parameters(model, optimizer):
             fully_shard(model)
@@ -45,6 +46,7 @@ def rebind_parameters(
             model lacks; an FQN no longer exists; tied parameters are no longer tied, or two
             parameters have become one; or state does not fit the new parameter.
     """
+    require_flag("resuming", resuming)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
