@@ -515,3 +515,35 @@ def test_some_names_are_kept_in_float32() -> None:
 def no_trace_of_compiling() -> Iterator[None]:
     yield
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("base", (True, False))
+def test_a_tensor_outside_takes_none_of_an_inner_models_by_its_name(
+    base: bool, written: Any
+) -> None:
+    """As an encoder next to a norm of the program, or BERT next to a pooler. `base`: whether the
+    file has the names of the base model, without its prefix. Once the names are those of the
+    complete model, both tensors are read."""
+    inner = on_meta(BY_NAME["llama"]).model if base else on_meta(BY_NAME["llama"])
+    wrapper = torch.nn.Module()
+    wrapper.encoder, wrapper.norm = inner, torch.nn.LayerNorm(8, device="meta")
+    if not base:
+        wrapper.model = torch.nn.ModuleDict({"norm": wrapper.norm})
+        del wrapper.norm
+    stored = {n: ("float32", tuple(t.shape)) for n, t in inner.state_dict().items()}
+    name = "norm.weight" if base else "model.norm.weight"
+    with pytest.raises(front.UsageError, match="lacks 2 tensors") as refused:
+        recipes.recipe_for(wrapper, stored)
+    assert refused.value.tensor == name and "nearest" not in str(refused.value)
+    recipe = recipes.recipe_for(wrapper, stored, rules=recipes.LoadRules(missing=r"norm\."))
+    assert recipe.targets[f"encoder.{name}"] == {"op": "stored", "name": name}
+    assert {*recipe.missing} == {name, name.replace("weight", "bias")}
+    if base:  # a file of the language model has the base model's names with its prefix
+        whole = {f"model.{n}": described for n, described in stored.items()}
+        there = {"norm.weight": ("float32", (8,)), "norm.bias": ("float32", (8,))}
+        recipe = recipes.recipe_for(wrapper, whole | there)
+        assert recipe.targets[name] == {"op": "stored", "name": name}
+        assert recipe.targets[f"encoder.{name}"]["name"] == "model.norm.weight"
+    own = {n: ("float32", tuple(t.shape)) for n, t in wrapper.state_dict().items()}
+    recipe = recipes.recipe_for(wrapper, own)
+    assert all(node == {"op": "stored", "name": n} for n, node in recipe.targets.items())

@@ -5,7 +5,7 @@ shape of its result. Negative dims count from the end. For an op that changes no
 return the input, so that recipe.json does not have it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,11 @@ def stored_under(node: Node) -> Iterator[str]:
         yield node["name"]
     for child in node.get("in", ()):
         yield from stored_under(child)
+
+
+def sources_of(targets: Mapping[str, Node]) -> set[str]:
+    """Names of the stored tensors that the targets read."""
+    return {name for node in targets.values() for name in stored_under(node)}
 
 
 def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node:

@@ -364,7 +364,7 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: DescribedTe
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
         what = f"the checkpoint lacks {counted(len(lacking), 'tensor')} of the model: "
         what += "LoadRules(missing='init'), or missing=[patterns of names], initialises it"
-        raise refusal("MISMATCH", what + _near(key, stored), tensor=lacking[0])
+        raise refusal("MISMATCH", what + _near(key, stored.keys() - {key}), tensor=lacking[0])
 
 
 # ---- model and checkpoint

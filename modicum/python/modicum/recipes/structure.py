@@ -10,7 +10,7 @@ and `peft_config`, a model of transformers by `base_model_prefix`. Does not impo
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,6 +230,15 @@ class Part:
         """The prefix without the names of PEFT's wrapper."""
         return self.prefix.replace(_ADAPTER_PREFIX, "")
 
+    def stored_names(self, names: Set[str]) -> set[str]:
+        """Those of `names` that are keys, in the form that most of them have: as they are, or with
+        or without the prefix of transformers' base model."""
+        keys, base = {*self.keys.values()}, f"{getattr(self.module, 'base_model_prefix', '')}."
+        shorter = {key.removeprefix(base) for key in keys}
+        return max(
+            (form & names for form in (keys, shorter, {base + key for key in keys})), key=len
+        )
+
     def key_of(self, name: str) -> str | None:
         """The key of a stored name that begins with this part's prefix, with or without the names
         of PEFT's wrapper, or with the prefix in PEFT's files; None for other names."""
@@ -262,13 +271,21 @@ class Structure:
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
         """Returns a dict for each part: by name of a stored tensor, its key in the part.
 
-        A stored name may be the name in the complete model, in a part, or in an adapter's file.
+        A stored name may be the name in the complete model, in a part, or in an adapter's file. A
+        file without any name of the only inner part in the complete model has that part's names: a
+        tensor outside does not get one of them, even if it has the same name.
         """
         keys: list[dict[str, str]] = [{} for _ in self.parts]
         *inner, outside = self.parts
         outside_keys = set(outside.keys.values())
+        names = {name: canonical(name) for name in stored}
+        inner_names: set[str] = set()
+        if len(inner) == 1 and inner[0].keys.keys().isdisjoint(names.values()):
+            inner_names = inner[0].stored_names({*names.values()})
 
         def place(name: str) -> tuple[int, str]:
+            if name in inner_names:
+                return 0, name
             for i, part in enumerate(self.parts):
                 if name in part.keys:
                     return i, part.keys[name]
@@ -281,9 +298,9 @@ class Structure:
             # A name that the model lacks: the only inner part may rename it.
             return (0 if len(inner) == 1 else len(inner)), name
 
-        for name in stored:
-            i, key = place(canonical(name))
-            keys[i][name] = key
+        for stored_name, name in names.items():
+            i, key = place(name)
+            keys[i][stored_name] = key
         return keys
 
 

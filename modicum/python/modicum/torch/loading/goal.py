@@ -16,6 +16,7 @@ from modicum.errors import counted, refusal
 from modicum.memory.recording import reset_peak
 from modicum.options import dtype_text
 from modicum.recipes import Recipe
+from modicum.recipes.nodes import sources_of, stored_under
 from modicum.recipes.recipe import build_recipe, text_with_callers, with_dtypes_of
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
@@ -177,7 +178,7 @@ def goal_of_source(
             recipe = build_recipe(
                 model.module, stored, structure=structure, present=present, **arguments
             )
-        _warn_of_unused(recipe, stored)
+        _warn_of_names(recipe, stored, model)
         return [text_with_callers(recipe), list(recipe.missing), recipe.grown, recipe.norms]
 
     # Only rank 0 makes the recipe, which takes transformers seconds of CPU. Memory is measured
@@ -200,10 +201,22 @@ def _require_shapes(model: Model, recipe: _modicum.Recipe) -> None:
             )
 
 
-def _warn_of_unused(recipe: Recipe, stored: Collection[str]) -> None:
-    """Warns about stored tensors that `missing` replaces because their shapes differ."""
+def _warn_of_names(recipe: Recipe, stored: Collection[str], model: Model) -> None:
+    """Warns about stored tensors that `missing` replaces because their shapes differ, and about
+    tensors of the model with the name of a stored one that another tensor gets."""
+    sources = sources_of(recipe.targets)
+    for name in sorted(sources & model.tensors.keys()):
+        node = recipe.targets.get(name)
+        node = recipe.targets[node["of"]] if node is not None and node["op"] == "alias" else node
+        if node is not None and name in stored_under(node):
+            continue
+        what = (
+            f"the model's tensor '{name}' is not the stored one of this name, which is loaded into "
+        )
+        what += "a part of the model: a save of both is refused; another name is not"
+        warnings.warn(f"modicum: {what}", stacklevel=3)
     made_anew = (name for name, node in recipe.targets.items() if node["op"] in ("init", "caller"))
-    if lost := [name for name in made_anew if name in stored]:
+    if lost := [name for name in made_anew if name in stored and name not in sources]:
         what = f"{counted(len(lost), 'stored tensor', verb=True)} of another shape and not used, "
         what += (
             f"because of missing=: {lost[0]}; LoadRules(resized='mean') keeps the stored rows of "
