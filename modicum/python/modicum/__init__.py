@@ -21,4 +21,4 @@ from modicum.errors import UsageError as UsageError
 from modicum.options.renamed import getattr_of
 
 __version__ = version()
-__getattr__ = getattr_of("modicum")
+__getattr__ = getattr_of("modicum", "imports", "recipes", "torch")

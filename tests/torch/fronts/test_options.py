@@ -6,6 +6,8 @@ old name or keyword whose error does not name the new one.
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,12 @@ def test_names_of_before_are_refused_with_the_new_ones(call: Call, new: str) -> 
     with pytest.raises(UsageError) as refused:
         call()
     assert new in str(refused.value)
+
+
+def test_public_modules_are_imported_at_their_first_use() -> None:
+    lines = ["import sys, modicum", "modicum.recipes.recipe_for, modicum.imports.import_checkpoint"]
+    lines += ["assert 'torch' not in sys.modules", "modicum.torch.dcp.ModicumReader, modicum.torch"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 @pytest.mark.parametrize("function", (front.load, front.save, front.async_save, front.resume))

@@ -41,7 +41,7 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
-from modicum.torch import LoadRules, MemoryPolicy, empty_parameters  # noqa: E402
+from modicum.torch import AdamW, LoadRules, MemoryPolicy, empty_parameters  # noqa: E402
 from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
@@ -92,6 +92,18 @@ def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **opt
         load(model, checkpoint_of("llama"))
         assert_holds(model, from_pretrained("llama"), TWO, 1)
     return raised.value
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    """As one that was made before `fully_shard`: its state would neither be promised nor made."""
+    model = empty("llama")
+    optimizer = AdamW(model.named_parameters())
+    with playing_new_rank(0, 2):
+        model = shard(model, TWO)
+        with pytest.raises(modicum.UsageError, match="rebind_parameters") as raised:
+            load(model, checkpoint_of("llama"), optimizer=optimizer)
+        assert raised.value.tensor == "model.embed_tokens.weight"
+        assert_empty(model)
 
 
 # ---- heads

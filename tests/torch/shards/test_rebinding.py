@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noq
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
+from modicum.torch import AdamW  # noqa: E402
 from modicum.torch.shards.rebinding import parameter_names, rebind_parameters  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
@@ -316,6 +317,18 @@ def test_fitting_state_is_kept() -> None:
     assert list(optimizer.state) == optimizer.param_groups[0]["params"]
     assert optimizer.state[model.blocks[0].weight] is entry
     assert optimizer.state[model.embed.weight]["step"] == 1
+
+
+def test_the_state_of_our_adamw_is_refused_once_it_has_stepped() -> None:
+    model = tiny("cpu")
+    optimizer = AdamW(model.parameters())
+    with rebind_parameters(model, optimizer, resuming=True):  # no step was made
+        model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
+    model(torch.tensor([1, 2])).backward()
+    optimizer.step()
+    error = refused(model, optimizer, resuming=True)
+    assert "load_state_dict" in str(error) and error.tensor
+    optimizer.step()
 
 
 def test_state_of_another_shape_is_refused() -> None:

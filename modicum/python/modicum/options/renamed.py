@@ -1,6 +1,7 @@
 """Names of 0.1, whose use raises an error that names the one of 0.2. To be deleted after 0.2."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -43,10 +44,13 @@ _KEYWORDS = {
 }
 
 
-def getattr_of(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module, which refuses its old names with `UsageError`."""
+def getattr_of(module: str, *submodules: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module, which refuses its old names with `UsageError`, and imports
+    `submodules` at their first use."""
 
     def __getattr__(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{module}.{name}")
         if new := _NAMES[module].get(name):
             raise refusal("USAGE", f"{module}.{name} has another name since 0.2", expected=new)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -47,4 +47,4 @@ from modicum.torch.saving.save import save as save
 from modicum.torch.shards.rebinding import rebind_parameters as rebind_parameters
 from modicum.walk.load_report import LoadReport as LoadReport
 
-__getattr__ = getattr_of("modicum.torch")
+__getattr__ = getattr_of("modicum.torch", "accelerate", "dcp", "deepspeed", "trainer")

@@ -17,6 +17,7 @@ from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import unbind_changed
+from modicum.torch.optim.names import names_of
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
 from modicum.torch.ranks.group import Ranks
@@ -169,6 +170,7 @@ def plan_of(
         structure=model.structure,
         empty=lambda shape, dtype: charged(options.ledger, shape, dtype),
     )
+    _refuse_other_parameters(options.optimizers, model)
     refuse_two_values(model, goal)
     places = places_of(model, goal)
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
@@ -215,6 +217,19 @@ def _init_bytes(initialiser: Initialiser, model: Model, goal: Goal) -> int:
     )
     tensors = initialiser.largest_bytes + initialiser.most_tensors * _PAGE_BYTES
     return tensors + max(copies, default=0)
+
+
+def _refuse_other_parameters(optimizers: Sequence[AdamW], model: Model) -> None:
+    """Raises `UsageError` if an optimizer has a parameter on meta that is not in the model: a load
+    would neither allocate nor promise any state of this optimizer."""
+    loaded = {id(entry.tensor) for entry in model.tensors.values()}
+    for groups in (optimizer.param_groups for optimizer in optimizers):
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for name, parameter in zip(names_of(groups), parameters, strict=True):
+            if parameter.is_meta and parameter.requires_grad and id(parameter) not in loaded:
+                what = "the optimizer has this parameter on meta, and the model does not have it"
+                expected = "AdamW made after fully_shard, or within modicum.torch.rebind_parameters"
+                raise refusal("USAGE", what, tensor=name, expected=expected)
 
 
 def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:

@@ -11,13 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from modicum import _modicum
 from modicum.errors import BudgetError, UsageError, refusal
-from modicum.options import (
-    MemoryPolicy,
-    read_options,
-    require_flag,
-    require_ledger,
-    require_seed,
-)  # fmt: skip
+from modicum.options import MemoryPolicy, read_options, require_flag, require_ledger, require_seed
 from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (

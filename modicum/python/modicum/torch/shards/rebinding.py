@@ -38,15 +38,19 @@ def rebind_parameters(
     Args:
         model: the model that the block changes in place.
         optimizer: one optimizer, or several.
-        resuming: whether optimizers may have state. The state moves to the new parameters, whose
-            shape and placements it must have. False by default.
+        resuming: whether optimizers of torch may have state. The state moves to the new parameters,
+            whose shape and placements it must have. That of a `modicum.torch.AdamW` that has
+            stepped does not move. False by default.
 
     Raises:
-        UsageError: an optimizer has state and `resuming` is False, or has a parameter that the
-            model lacks; an FQN no longer exists; tied parameters are no longer tied, or two
-            parameters have become one; or state does not fit the new parameter.
+        UsageError: an optimizer has state and `resuming` is False, or it is the state of a
+            `modicum.torch.AdamW`; an optimizer has a parameter that the model lacks; an FQN no
+            longer exists; tied parameters are no longer tied, or two parameters have become one; or
+            state does not fit the new parameter.
     """
     require_flag("resuming", resuming)
+    if not isinstance(model, nn.Module):
+        raise refusal("USAGE", "model", expected="a torch.nn.Module", got=type(model).__name__)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
@@ -121,9 +125,15 @@ def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
             if parameter not in names:
                 got = f"parameter {place} of group {number}, {list(parameter.shape)}"
                 raise refusal("USAGE", "a parameter of the optimizer is not in the model", got=got)
-            if not resuming and not _is_fresh(optimizer.state.get(parameter)):
+            if _is_fresh(optimizer.state.get(parameter)):
+                continue
+            if not resuming:
                 what = "the optimizer has state: expected resuming=True"
                 raise refusal("USAGE", what, tensor=names[parameter][0])
+            if hasattr(type(optimizer), "state_items"):  # modicum.torch.AdamW
+                what = "AdamW has state in memory of its own, which stays with this parameter"
+                expected = "a new AdamW of the new parameters, and load_state_dict"
+                raise refusal("USAGE", what, tensor=names[parameter][0], expected=expected)
 
 
 def _exchanged(
