@@ -326,6 +326,7 @@ def test_clips_as_torch(max_norm: float) -> None:
                 m(x).square().mean().backward()
             before = model.first.weight.grad.clone()
             norm = ours.clip_grad_norm_(max_norm)
+            assert ours.clip_grad_norm_(math.inf).item() == norm.item()  # lifts no limit
             assert torch.equal(model.first.weight.grad, before)
             expected = torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm)
             torch.nn.utils.clip_grad_norm_(third.parameters(), max_norm)

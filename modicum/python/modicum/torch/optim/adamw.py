@@ -336,7 +336,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Computes the norm of all ranks' gradients; the next step clips to `max_norm`. Collective.
+        """Computes the norm of all ranks' gradients; the next step clips to `max_norm`, and to the
+        least of several calls. Collective.
 
         The gradients in `parameter.grad` are not changed: the step applies the factor, in float32.
         It follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.
@@ -354,7 +355,7 @@ class AdamW(torch.optim.Optimizer):
             return self._bound.norms()
 
         squares, is_bad = self._agreed(prepare)
-        self._max_norm = max_norm
+        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
         norm = math.nan if is_bad else math.sqrt(squares)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
