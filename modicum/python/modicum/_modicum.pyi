@@ -59,7 +59,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
         budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
         baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
-            process that has imported torch holds 0.3 to 1.5 GiB.
+            process that has imported torch holds 0.3 to 1.5 GiB: `modicum.memory.held()` in a rank,
+            after the model was built.
         optimizer: "none", or "adamw:FORMAT" to include the state of `AdamW(state_format=FORMAT)`. Never
             included: activations, and where parameters are on the CPU torch's own `grad` of bfloat16
             ones with fp32 (2 bytes per parameter).

@@ -148,6 +148,13 @@ def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
         front.save(again, tmp_path / "steps", step=6, options=front.SaveOptions(adapters=False))
 
 
+def test_a_resume_of_adapters_needs_the_base_model(tmp_path: Path) -> None:
+    front.save(wrapped("lora", 1), tmp_path, step=5)
+    model = peft.get_peft_model(torch_front.empty("qwen3"), CONFIGS["lora"]())
+    with pytest.raises(UsageError, match="load the base model first"):
+        front.resume(model, tmp_path, progress=False)
+
+
 def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
     """If a tensor of the base model trains, a save has all tensors, and adapters alone are refused.
     `adapters=False` saves all tensors in any case; a model with two adapters needs it."""

@@ -46,7 +46,8 @@ class LoadRules(Options):
     """The adapter into which an adapter's directory is loaded, if the model has several."""
     resized: Literal["mean", "model"] | None = None
     """For token embeddings and heads with another number of rows than stored: "mean": new rows are
-    the mean of the stored ones; "model": made by the model's rule; None: an error."""
+    the mean of the stored ones; "model": made by the model's rule; None: an error. On meta
+    transformers resizes with `model.resize_token_embeddings(rows, mean_resizing=False)`."""
     buffers: Literal["restore", "keep"] | None = None
     """What happens to a non-persistent buffer whose values are not those of the model's own rule:
     "restore" them, or "keep" it. None: restored if nothing was written to its module since

@@ -251,6 +251,8 @@ def refuse_gaps(model: Model, filled: Collection[str], *, buffers: bool = True) 
             others = (n for n in filled if n in model.tensors)
             if tied := next((n for n in others if model.tensors[n].tensor is entry.tensor), None):
                 what = f"this tensor is tied to '{tied}': it needs a target of its own, an alias"
+            elif filled and all(model.structure.members[n].adapter is not None for n in filled):
+                what += ": the source has adapters only, load the base model first"
             raise refusal("MISMATCH", what, tensor=name)
     for fqn, buffer in model.module.named_buffers() if buffers else ():
         if buffer.is_meta and canonical(fqn) not in filled:

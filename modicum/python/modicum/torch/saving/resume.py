@@ -68,7 +68,8 @@ def resume(
     Called like `load`. World size and sharding may differ from those of the save. Weights and
     state get the saved bits: with equal world size and sharding training can go on as without the
     interruption, bit for bit. No full copy is made: they reach their final memory as in `load`. A
-    model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
+    model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state. If
+    the checkpoint has adapters only, load the base model first.
 
     What is read is compared with the checkpoint's digests, each byte once. If it is damaged, the
     next older checkpoint is loaded instead, unless `run` is one checkpoint. If none is left, or the
