@@ -127,7 +127,7 @@ bool is_weights_name(std::string_view name);
 // scales. Throws USAGE if there is no tensor, FORMAT.* if open_checkpoint would refuse a file, and
 // UNSUPPORTED for an adapter in several files, which PEFT does not read, and for an index that
 // would be too long to be read again.
-Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
+Manifest output_manifest(FileSpecs files, std::string_view stem = kModelStem);
 // The checkpoint with these tensors that could be next to `config`, the path of a config.json with
 // this text. It has no files to open. Throws the errors of output_manifest.
 Checkpoint unwritten_checkpoint(FileSystem& files, const std::string& config,

@@ -102,7 +102,7 @@ std::string_view stem_of(const Manifest& manifest) {
   return is_adapter ? kAdapterStem : kModelStem;
 }
 
-Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
+Manifest output_manifest(FileSpecs files, std::string_view stem) {
   if (files.empty()) fail(Category::usage, "there is no tensor to save");
   if (stem == kAdapterStem && files.size() > 1) {
     fail(Category::unsupported, "an adapter must stay a single file; give a larger --shard-size",
@@ -111,15 +111,19 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
           .got = fmt::format("{} files", files.size())});
   }
   Manifest manifest;
+  size_t count = 0;
+  for (const auto& file : files) count += file.size();
+  manifest.tensors.reserve(count);
   for (size_t f = 0; f < files.size(); ++f) {
     DataFile file{.name = shard_name(f, files.size(), stem)};
     file.header_bytes = safetensors_header(files[f], file.name, metadata()).size();
     uint64_t end = file.header_bytes;
-    for (const TensorSpec& spec : files[f]) {
+    for (TensorSpec& spec : files[f]) {
       const uint64_t begin = end;
       end += bytes_of(spec.dtype, numel_of(spec.shape));
-      manifest.tensors.push_back({spec, {static_cast<uint32_t>(f), begin, end}});
+      manifest.tensors.push_back({std::move(spec), {static_cast<uint32_t>(f), begin, end}});
     }
+    files[f] = {};  // frees them: a model may have millions
     file.identity.size_bytes = end;
     manifest.files.push_back(std::move(file));
   }
@@ -130,7 +134,6 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
               return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
                      std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
             });
-  manifest.tensors.shrink_to_fit();
   require_countable(manifest);
   require_index(manifest);
   manifest.identity = identity_of(manifest);

@@ -85,8 +85,9 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings
                                  show);
       },
       [&](Run& run) {
+        const SaveNeeds model = save_needs_of(run, form);
         state.emplace(run);
-        run.options.save = save_footprint_of(run, form, &*state);
+        run.options.save = save_footprint_of(model, &*state);
         require_resumable(flags, run, *state);
       });
   state.reset();

@@ -112,8 +112,9 @@ int run_save(const Args& args, const Surroundings& at) {
   std::optional<StateFiles> state;
   const auto state_of = [&state] { return state ? &*state : nullptr; };
   const auto prepare = [&](Run& run) {
+    const SaveNeeds model = save_needs_of(run, form);  // whose plan is freed before the state's
     if (run.optimizer) state.emplace(run);
-    run.options.save = save_footprint_of(run, form, state_of());
+    run.options.save = save_footprint_of(model, state_of());
     if (from) run.options.resume = from->footprint(run);
   };
   SaveReport report = within_budget(

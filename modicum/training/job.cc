@@ -63,7 +63,7 @@ JobRuns job_runs(const RunFlags& flags, Run run) {
   const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
   const SavePlan plan(run.checkpoint, loaded, form);
   Run resuming = resuming_run(flags, run, plan, state);
-  run.options.save = save_footprint_of(run, form, &state);
+  run.options.save = save_footprint_of(plan.needs(), &state);
   return {std::move(run), std::move(resuming)};
 }
 

@@ -39,9 +39,13 @@ void add_saved(const SaveTask& task, const JobOutcome& outcome, SaveReport& repo
 
 }  // namespace
 
-Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state) {
+SaveNeeds save_needs_of(const Run& run, const SaveForm& form) {
   const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
-  std::vector<SaveNeeds> parts = {SavePlan(run.checkpoint, loaded, form).needs()};
+  return SavePlan(run.checkpoint, loaded, form).needs();
+}
+
+Footprint save_footprint_of(const SaveNeeds& model, const StateFiles* state) {
+  std::vector<SaveNeeds> parts = {model};
   if (state != nullptr) parts.push_back({state->footprint()});
   Footprint result = save_footprint(parts);
   result[Purpose::staging] = 0;  // that of the load, which may be shrunk to fit the budget

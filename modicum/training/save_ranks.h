@@ -43,9 +43,11 @@ struct SaveTask {
   // finish in this time.
   int64_t grace_ns = 0;
 };
-// The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
-// null without an optimizer.
-Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
+// What a save of the model of `run` needs. Holds the plan of the save meanwhile.
+SaveNeeds save_needs_of(const Run& run, const SaveForm& form);
+// The memory that a save adds to a promise (PlanOptions::save). `model`: what the model needs.
+// `state` is null without an optimizer.
+Footprint save_footprint_of(const SaveNeeds& model, const StateFiles* state);
 // Loads, trains and saves. On failure no new checkpoint is visible, unless publish_checkpoint fails
 // after its rename. Throws the errors of run_ranks and CheckpointSave; PREEMPTED after SIGTERM,
 // unless the save may finish (SaveTask::grace_ns) or is already being published.
