@@ -1,8 +1,7 @@
 """A save in the background fits into a memory cgroup with room for the training state and 2 GiB.
-DCP's `async_save` is killed in it. If the pauses between steps are long enough to write a save, the
-steps are at most 10 % slower during a save.
+DCP's `async_save` is killed in it.
 
-This prints the figures:
+How long steps and saves take depends on what else the machine does. This prints the figures:
 
     pytest tests/torch/save/test_background_memory.py -m soak -s [--full-size]
 """
@@ -96,11 +95,8 @@ def test_steps_go_on_within_the_state_and_2_gib(
         f"more; reported {last['blocked_s']:.2f} s, {last['kept_bytes'] / MIB:.0f} MiB kept; "
         f"visible after {last['durable_s']:.2f} s ({last['durable_s'] / blocking:.2f} x)"
     )
-    assert during <= 1.1 * plain, "steps with a pause are slower during a save"
-    assert durable <= 1.5 * blocking
-    # Without a pause the first step during a save has to wait for blocks.
-    assert waited > 0.1 * blocking, "the save was over before the step"
-    assert last["blocked_s"] == pytest.approx(waited, rel=0.25)
+    # Without a pause the first step of a save overwrites blocks that are not yet written.
+    assert last["blocked_s"] > 0 and last["kept_bytes"] > 0, "the save was over before the step"
 
 
 def test_async_save_of_dcp_is_killed(
