@@ -145,10 +145,27 @@ struct NewForm {
   DType dtype;             // of fp32, bf16 and fp16, the one that takes the most bytes
   bool has_codes = false;  // some tensors are still FP8 codes with scales
 };
-// Updates the text of config.json: sets the members `dtype` and `torch_dtype` where they are
-// strings, in nested configs too, and removes `quantization_config` unless `has_codes`. A text that
-// is not a JSON object is returned unchanged.
-std::string config_of(const std::string& config, const NewForm& form);
+// The number of tokens of a model whose token embeddings have other rows than the source's.
+struct Vocabulary {
+  std::string key;  // a config's member of this number, such as `vocab_size`
+  uint64_t tokens = 0;
+  // The `model_type` of the config that must have the member. If the text has no such config, one
+  // of `outer_type` that has the member.
+  std::string model_type, outer_type;
+};
+// What config.json must say otherwise than in the source.
+struct ConfigChange {
+  std::optional<NewForm> form;
+  std::optional<Vocabulary> vocabulary;
+};
+struct NewConfig {
+  std::string text;
+  bool has_vocabulary = true;  // false: the text has no config for the changed vocabulary
+};
+// The updated text of config.json. For a form: sets the members `dtype` and `torch_dtype` where
+// they are strings, in nested configs too, and removes `quantization_config` unless `has_codes`.
+// For a vocabulary: sets its member. A text that is not a JSON object is returned unchanged.
+NewConfig config_of(const std::string& config, const ConfigChange& change);
 // Collects the saved tensors, and determines their NewForm. new_form returns nullopt if no dtype
 // has changed.
 class FormTally {
@@ -166,13 +183,13 @@ struct Companions {
   std::vector<CheckpointFile> copied;
   std::vector<std::string> warnings;
 };
-// Copies the files of these names from the source into `directory`, durably and in blocks. With a
-// new form, config_of updates config.json. Leaves out a file whose name is not UTF-8, which no
+// Copies the files of these names from the source into `directory`, durably and in blocks;
+// config_of updates config.json. Leaves out a file whose name is not UTF-8, which no
 // record can hold, a dangling link, a link to a file that is not in own_directories, and a file
 // that changes meanwhile; for config.json the last three are errors. Throws IO for any other file
 // that can't be read, NOSPACE and CONFLICT.
 Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
-                           const std::optional<NewForm>& form, FileSystem& files,
+                           const ConfigChange& change, FileSystem& files,
                            const std::string& directory);
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";

@@ -62,29 +62,63 @@ Edit removed_member(std::string_view text, size_t begin, size_t end) {
 
 class ConfigEdits {
  public:
-  ConfigEdits(std::string_view text, const NewForm& form) : text_(text), form_(form) {}
+  ConfigEdits(std::string_view text, const ConfigChange& change) : text_(text), change_(change) {}
 
   void object(JsonValue& value) {
+    Section section{.begin = value.offset()};
     value.object([&](std::string_view key, JsonValue& member) {
       const size_t begin = member.offset();
       const JsonValue::Kind kind = member.kind();
-      if ((key == "dtype" || key == "torch_dtype") && kind == JsonValue::Kind::string) {
+      const auto& [form, vocabulary] = change_;
+      if (form && (key == "dtype" || key == "torch_dtype") && kind == JsonValue::Kind::string) {
         edits.push_back(
-            {begin, end_of_value(text_, begin), fmt::format("\"{}\"", torch_name(form_.dtype))});
-      } else if (key == "quantization_config") {
-        if (form_.has_codes) return;
+            {begin, end_of_value(text_, begin), fmt::format("\"{}\"", torch_name(form->dtype))});
+      } else if (form && key == "quantization_config") {
+        if (form->has_codes) return;
         edits.push_back(removed_member(text_, begin, end_of_value(text_, begin)));
+      } else if (key == "model_type" && kind == JsonValue::Kind::string) {
+        section.model_type = member.string();
+      } else if (vocabulary && key == vocabulary->key) {
+        const size_t end = text_.find_last_not_of(" \t\r\n", end_of_value(text_, begin) - 1) + 1;
+        section.tokens = Edit{begin, end, std::to_string(vocabulary->tokens)};
       } else if (kind == JsonValue::Kind::object) {
         object(member);
       }
     });
+    sections_.push_back(std::move(section));
+  }
+
+  // Adds the edits of the vocabulary, once `object` has read the text. Returns whether there are
+  // any.
+  bool add_vocabulary() {
+    const Vocabulary& vocabulary = *change_.vocabulary;
+    const size_t before = edits.size();
+    for (const Section& section : sections_) {
+      if (section.model_type != vocabulary.model_type) continue;
+      const size_t inside = section.begin + 1;  // it has a member: model_type
+      edits.push_back(section.tokens.value_or(
+          Edit{inside, inside, fmt::format("\"{}\": {},", vocabulary.key, vocabulary.tokens)}));
+    }
+    if (edits.size() > before) return true;
+    for (const Section& section : sections_) {
+      if (section.model_type != vocabulary.outer_type || !section.tokens) continue;
+      edits.push_back(*section.tokens);
+    }
+    return edits.size() > before;
   }
 
   std::vector<Edit> edits;
 
  private:
+  // A config of the text.
+  struct Section {
+    size_t begin = 0;
+    std::string model_type;
+    std::optional<Edit> tokens;  // that of the member of the vocabulary
+  };
   const std::string_view text_;
-  const NewForm form_;
+  const ConfigChange& change_;
+  std::vector<Section> sections_;
 };
 
 }  // namespace
@@ -105,19 +139,21 @@ std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
   return names;
 }
 
-std::string config_of(const std::string& config, const NewForm& form) {
-  ConfigEdits found(config, form);
+NewConfig config_of(const std::string& config, const ConfigChange& change) {
+  ConfigEdits found(config, change);
   try {
     read_json(config, [&](JsonValue& root) { found.object(root); });
   } catch (const JsonError&) {
-    return config;  // opening the checkpoint has warned about it
+    return {config, !change.vocabulary};  // opening the checkpoint has warned about it
   }
+  const bool has_vocabulary = !change.vocabulary || found.add_vocabulary();
   // From the last edit to the first, so that the offsets of the remaining edits stay valid.
   std::string text = config;
-  std::sort(found.edits.begin(), found.edits.end(),
-            [](const Edit& a, const Edit& b) { return a.begin > b.begin; });
+  std::sort(found.edits.begin(), found.edits.end(), [](const Edit& a, const Edit& b) {
+    return std::pair(a.begin, a.end) > std::pair(b.begin, b.end);
+  });
   for (const Edit& edit : found.edits) text.replace(edit.begin, edit.end - edit.begin, edit.with);
-  return text;
+  return {std::move(text), has_vocabulary};
 }
 
 void FormTally::add(const TensorSpec& saved, const StoredTensor* stored) {
@@ -151,7 +187,7 @@ std::string config_text(File* file) {
 }  // namespace
 
 Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
-                           const std::optional<NewForm>& form, FileSystem& files,
+                           const ConfigChange& change, FileSystem& files,
                            const std::string& directory) {
   Companions all;
   if (names.empty()) return all;
@@ -162,8 +198,14 @@ Companions copy_companions(const Checkpoint& source, const std::vector<std::stri
       all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));
     };
     if (name == kConfigFile) {
-      std::string text = config_text(source.files->open_own(from, directories).get());
-      if (form) text = config_of(text, *form);
+      const std::string stored = config_text(source.files->open_own(from, directories).get());
+      const auto [text, has_vocabulary] = config_of(stored, change);
+      if (!has_vocabulary) {
+        all.warnings.push_back(fmt::format(
+            "{} lacks a config with model_type {} for the model's {} tokens: set its {}", name,
+            printable(change.vocabulary->model_type), change.vocabulary->tokens,
+            change.vocabulary->key));
+      }
       write_durably(files, join_path(directory, name), text);
       all.copied.push_back({name, text.size(), text.size(), digest_of(text)});
     } else if (!is_utf8(name)) {

@@ -32,15 +32,51 @@ TEST(ConfigOf, ChangesOnlyDtypeAndQuantizationConfig) {
            {R"({"a": 1, "quantization\u005fconfig": 2})", R"({"a": 1})"},
            {R"({"dtype": null})", R"({"dtype": null})"},
            {"[1", "[1"}}) {
-    EXPECT_EQ(config_of(from, {DType::bf16}), to);
+    EXPECT_EQ(config_of(from, {.form = NewForm{DType::bf16}}).text, to);
   }
 }
 
 // Catches: FP8 codes that are saved without the `quantization_config` that is needed to read them.
 TEST(ConfigOf, SavedFp8CodesKeepQuantizationConfig) {
   EXPECT_EQ(config_of(R"({"dtype": "float16", "quantization_config": {"dtype": "float16"}})",
-                      {DType::bf16, true}),
+                      {.form = NewForm{DType::bf16, true}})
+                .text,
             R"({"dtype": "bfloat16", "quantization_config": {"dtype": "float16"}})");
+}
+
+// Catches: a number of another part of the model that changes; a text without the member, which
+// keeps the class's default; an old text whose outer config has the member; a change of the dtype
+// at the same place that removes the new member.
+TEST(ConfigOf, SetsTheVocabularyOfTheTextModel) {
+  const ConfigChange change{.form = {},
+                            .vocabulary = Vocabulary{"vocab_size", 140, "text", "whole"}};
+  for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"dtype": "float32", "model_type": "text", "vocab_size": 131
+})",
+            R"({"dtype": "float32", "model_type": "text", "vocab_size": 140
+})"},
+           {R"({"vocab_size":131,"model_type":"text"})",
+            R"({"vocab_size":140,"model_type":"text"})"},
+           {R"({"model_type": "whole", "vocab_size": 7, "audio": {"vocab_size": 131},
+ "text_config": {"model_type": "text", "vocab_size": 131}})",
+            R"({"model_type": "whole", "vocab_size": 7, "audio": {"vocab_size": 131},
+ "text_config": {"model_type": "text", "vocab_size": 140}})"},
+           {R"({"text_config": {"model_type": "text"}})",
+            R"({"text_config": {"vocab_size": 140,"model_type": "text"}})"},
+           {R"({"model_type": "whole", "vocab_size": 131})",
+            R"({"model_type": "whole", "vocab_size": 140})"}}) {
+    const NewConfig config = config_of(from, change);
+    EXPECT_EQ(config.text, to);
+    EXPECT_TRUE(config.has_vocabulary);
+  }
+  for (const std::string& text : {std::string("[1"), std::string(R"({"vocab_size": 131})"),
+                                  std::string(R"({"model_type": "whole"})")}) {
+    EXPECT_EQ(config_of(text, change).text, text);
+    EXPECT_FALSE(config_of(text, change).has_vocabulary);
+  }
+  const ConfigChange both{.form = NewForm{DType::bf16}, .vocabulary = change.vocabulary};
+  EXPECT_EQ(config_of(R"({"quantization_config": 1, "model_type": "text"})", both).text,
+            R"({"vocab_size": 140,"model_type": "text"})");
 }
 
 // A directory with a model of one tensor, and with these other files.
@@ -53,7 +89,7 @@ Checkpoint checkpoint_with(MemoryFileSystem& under, FileSystem& files,
 }
 
 Companions copied(const Checkpoint& source, FileSystem& files) {
-  return copy_companions(source, companion_files(source), std::nullopt, files, "/out");
+  return copy_companions(source, companion_files(source), {}, files, "/out");
 }
 
 // Catches: a file that is read in one piece, whose memory nothing counts; a digest that differs
@@ -136,7 +172,7 @@ class LinkedCompanions : public testing::Test {
   }
   Companions copy(const std::string& from) {
     const Checkpoint source = open_checkpoint(files, from);
-    return copy_companions(source, companion_files(source), std::nullopt, files, temp / "out");
+    return copy_companions(source, companion_files(source), {}, files, temp / "out");
   }
   std::string copied_text(const std::string& name) {
     return read_text(*files.open(temp / ("out/" + name)), kLongestText, Category::io);

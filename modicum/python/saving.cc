@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -122,9 +123,11 @@ struct CheckpointInSave {
 };
 
 using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
+// (key, tokens, model_type, outer_type); see Vocabulary.
+using PythonVocabulary = std::tuple<std::string, uint64_t, std::string, std::string>;
 
 nb::dict publish(CheckpointInSave& saving, const PythonSaveParts& parts, const WrittenFiles& more,
-                 double lock_limit_s) {
+                 double lock_limit_s, const std::optional<PythonVocabulary>& vocabulary) {
   std::optional<CheckpointSave::SavedState> saved_state;
   if (const Manifest* const state = parts.state_manifest()) {
     saved_state.emplace(CheckpointSave::SavedState{*state, parts.facts});
@@ -132,6 +135,10 @@ nb::dict publish(CheckpointInSave& saving, const PythonSaveParts& parts, const W
   PublishOptions options;
   options.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
   for (const auto& [name, text] : more) options.more.push_back({name, text});
+  if (vocabulary) {
+    const auto& [key, tokens, model_type, outer_type] = *vocabulary;
+    options.vocabulary = Vocabulary{key, tokens, model_type, outer_type};
+  }
   const MadeSave& model = *parts.model.save;
   const SavedCheckpoint saved = without_the_lock([&] {
     return saving.open().publish(model.loaded->checkpoint(), model.plan, saved_state, options);
@@ -254,11 +261,13 @@ Raises:
           "The random number with which the ranks prove that each element was written once; "
           "see PartialCheckpoint.")
       .def("publish", publish, "parts"_a, nb::kw_only(), "more"_a = WrittenFiles(),
-           "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
+           "lock_limit_s"_a = kRootLockNs / kNsPerSecond, "vocabulary"_a = nb::none(),
            "Makes the checkpoint durable and visible, then removes old ones. All ranks must have "
            "written. `parts`: this rank's; `more`: (name, text) of further files, text None if a "
            "rank has written the file; `lock_limit_s`: how long it waits for another save that "
-           "publishes in the same root.")
+           "publishes in the same root; `vocabulary`: (key, tokens, model_type, outer_type) for "
+           "config.json if the model's tokens are not those of the source, where `model_type` and "
+           "`outer_type` name the config to change.")
       .def(
           "discard",
           [](CheckpointInSave& saving) { without_the_lock([&] { saving.save.reset(); }); },

@@ -186,14 +186,13 @@ void CheckpointSave::add_record(SavedCheckpoint& saved, CheckpointFile file) {
   saved.record.files.push_back(std::move(file));
 }
 
-void CheckpointSave::add_companions(const Checkpoint& source, const SavePlan& plan,
+void CheckpointSave::add_companions(const Checkpoint& source, const ConfigChange& change,
                                     SavedCheckpoint& saved) {
   std::vector<std::string> names = companion_files(source);
   std::erase_if(names, [this](const std::string& name) {
     return in_flight_.is_inside && files_.exists(join_path(in_flight_.root, name));
   });
-  Companions companions =
-      copy_companions(source, names, plan.new_form(source), files_, in_flight_.directory);
+  Companions companions = copy_companions(source, names, change, files_, in_flight_.directory);
   for (CheckpointFile& file : companions.copied) {
     if (in_flight_.is_inside) {
       place_companion(saved, file);
@@ -261,7 +260,9 @@ SavedCheckpoint CheckpointSave::publish(const Checkpoint& source, const SavePlan
       add_file(saved, prefix + kStateRecipeFile, *recipe);
     }
   }
-  if (!source.directory.empty()) add_companions(source, plan, saved);
+  if (!source.directory.empty()) {
+    add_companions(source, {plan.new_form(source), options.vocabulary}, saved);
+  }
   for (const NewFile& file : options.more) add_written(saved, file);
   if (options.carried != nullptr) add_carried(saved, *options.carried);
   commit(options, saved);

@@ -59,6 +59,7 @@ struct CarriedFiles {
 struct PublishOptions {
   std::vector<NewFile> more;              // files of the caller
   const CarriedFiles* carried = nullptr;  // none
+  std::optional<Vocabulary> vocabulary;   // for config.json, if it is not the source's
   // How long it waits for a save that publishes in the same root; then it goes on, with a
   // warning.
   int64_t lock_limit_ns = kRootLockNs;
@@ -114,7 +115,7 @@ class CheckpointSave {
  private:
   std::vector<CheckpointTensor> add_part(SavedCheckpoint& saved, const std::string& prefix,
                                          const Manifest& manifest);
-  void add_companions(const Checkpoint& source, const SavePlan& plan, SavedCheckpoint& saved);
+  void add_companions(const Checkpoint& source, const ConfigChange& change, SavedCheckpoint& saved);
   void place_companion(SavedCheckpoint& saved, const CheckpointFile& file);
   void add_file(SavedCheckpoint& saved, const std::string& name, const std::string& text);
   void add_record(SavedCheckpoint& saved, CheckpointFile file);

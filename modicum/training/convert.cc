@@ -85,8 +85,9 @@ void add_companions(const ConvertTask& task, const ConversionJournal& conversion
   FileSystem& files = *task.load.run.files;
   const Checkpoint& source = task.load.run.checkpoint;
   const Companions companions =
-      copy_companions(source, companion_files(source), new_form_of(source, task.load.run.recipe),
-                      files, conversion.directory());
+      copy_companions(source, companion_files(source),
+                      {.form = new_form_of(source, task.load.run.recipe), .vocabulary = {}}, files,
+                      conversion.directory());
   for (const CheckpointFile& file : companions.copied) report.written_bytes += file.bytes;
   std::vector<std::string>& warnings = report.checkpoint.warnings;
   warnings.insert(warnings.end(), companions.warnings.begin(), companions.warnings.end());

@@ -954,9 +954,9 @@ class CheckpointSave:
         The random number with which the ranks prove that each element was written once; see PartialCheckpoint.
         """
 
-    def publish(self, parts: SaveParts, *, more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:
+    def publish(self, parts: SaveParts, *, more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60, vocabulary: tuple[str, int, str, str] | None = None) -> dict:
         """
-        Makes the checkpoint durable and visible, then removes old ones. All ranks must have written. `parts`: this rank's; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
+        Makes the checkpoint durable and visible, then removes old ones. All ranks must have written. `parts`: this rank's; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root; `vocabulary`: (key, tokens, model_type, outer_type) for config.json if the model's tokens are not those of the source, where `model_type` and `outer_type` name the config to change.
         """
 
     def discard(self) -> None:

@@ -14,7 +14,7 @@ weights from which a saved optimizer goes on; an error without a remedy for othe
 than at the save; parameters of another optimizer, numbers that no checkpoint can have and keys with
 a dot, all without a typed error; accelerate's optimizer or any other wrapper around Modicum's AdamW
 that is saved by the state that it shows; a source that lacks the model's tensors, or some of them,
-and is copied without a word.
+and is copied without a word; a config.json with another number of tokens than the saved rows.
 """
 
 import os
@@ -30,13 +30,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
 import torch_front  # noqa: E402
 from nested_options import nested  # noqa: E402
 from program import run_json  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
-from modicum import _modicum  # noqa: E402
+from modicum import _modicum, convert  # noqa: E402
 from modicum.errors import (  # noqa: E402
     BudgetError,
     FormatError,
@@ -80,6 +81,51 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
     )
     assert sorted(dropped.left_out) == sorted(report.copied) and dropped.read_bytes == 0
     assert_holds(Path(dropped.path), model)
+
+
+@pytest.mark.parametrize("name", ("llama_tied", "llava"))
+@pytest.mark.parametrize("by", ("save", "async_save", "writer"))
+def test_a_resized_model_is_saved_with_its_number_of_tokens(
+    tmp_path: Path, name: str, by: str
+) -> None:
+    """Of config.json only this number changes, in llava's text_config."""
+    model, root = torch_front.empty(name), tmp_path / "steps"
+    tokens = model.get_input_embeddings().num_embeddings + 9
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+    source = torch_front.checkpoint_of(name)
+    front.load(model, source, rules=front.LoadRules(resized="mean"), progress=False)
+    if by == "save":
+        assert front.save(model, root, step=1).warnings == []
+    elif by == "async_save":
+        assert front.async_save(model, root, step=1).result().warnings == []
+    else:
+        dcp.save(model.state_dict(), storage_writer=ModicumWriter(root, step=1, model=model))
+    before, after = ((path / "config.json").read_text() for path in (source, root / "step-1"))
+    key = '"vocab_size": '
+    assert after == before.replace(f"{key}{tokens - 9}", f"{key}{tokens}") != before
+    assert_holds(root / "step-1", model)
+    convert(root / "step-1", tmp_path / "converted")
+    assert_holds(tmp_path / "converted", model)
+
+
+def test_rows_that_no_config_counts_are_warned_of(tmp_path: Path) -> None:
+    """A model with another number of tokens than its config, and one that is none of
+    transformers."""
+    model, source = torch_front.empty("llama_tied"), torch_front.checkpoint_of("llama_tied")
+    tokens = model.config.vocab_size
+    embedding = model.resize_token_embeddings(tokens + 9, mean_resizing=False)
+    model.config.vocab_size = tokens
+    front.load(model, source, rules=front.LoadRules(resized="mean"), progress=False)
+    with pytest.warns(UserWarning, match=f"its config has vocab_size {tokens}"):
+        report = front.save(model, tmp_path / "steps", step=1)
+    assert f"model.embed_tokens.weight has {tokens + 9} rows" in report.warnings[0]
+    plain = torch.nn.Module()
+    plain.model = torch.nn.Module()
+    plain.model.embed_tokens = embedding
+    rules = front.LoadRules(missing=["embed_tokens"], unexpected="ignore")
+    front.load(plain, source, rules=rules, progress=False)
+    with pytest.warns(UserWarning, match="it has no config of transformers"):
+        front.save(plain, tmp_path / "steps", step=2, options=front.SaveOptions(unused="drop"))
 
 
 @pytest.mark.parametrize("staging", ("256KiB", None))

@@ -50,6 +50,19 @@ def embeddings_of(model: Any) -> list[Any]:
     return [module for module in found if module is not None]
 
 
+def vocabulary_in(config: Any) -> tuple[str, int, str, str] | None:
+    """(key, tokens, model_type, outer model_type) of a model's config: the member of config.json
+    with the number of tokens, in the config of the text model. None if the model has none."""
+    if not hasattr(config, "get_text_config"):
+        return None
+    text = config.get_text_config()
+    tokens = getattr(text, "vocab_size", None)
+    if not isinstance(tokens, int):
+        return None
+    key = text.attribute_map.get("vocab_size", "vocab_size")
+    return key, tokens, text.model_type, config.model_type
+
+
 def forget_initialised(member: Any) -> None:
     """Removes the mark that transformers sets on initialised modules and tensors, so that
     `initialize_weights` initialises this one again."""

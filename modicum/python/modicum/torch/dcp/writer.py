@@ -45,6 +45,7 @@ from modicum.torch.saving.state_dicts import (
     writing_of_named,
 )
 from modicum.torch.saving.tensor_state import writing_of_entries
+from modicum.torch.saving.vocabulary import SavedVocabulary, vocabulary_of
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import CheckpointInFlight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
@@ -232,7 +233,9 @@ class ModicumWriter(StorageWriter, AsyncStager):
             found = writing_of_entries(entries, kind, ranks, self._form)
             state = state_of(found, texts, ranks)
             texts.append((GROUPS_FILE, groups_text(parts, kind)))
-        planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
+        vocabulary = SavedVocabulary() if model is None else vocabulary_of(model, goal)
+        parts_ = Parts(writing, state, texts, vocabulary=vocabulary)
+        planned = planned_of(ask, goal, parts_, ranks)
         write(planned, ranks, self._flight)
         self._kept = (planned, ranks.world_size) if ranks.rank == 0 else None
 

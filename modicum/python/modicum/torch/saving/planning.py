@@ -23,6 +23,7 @@ from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
 from modicum.torch.saving.replicas import require_equal
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
+from modicum.torch.saving.vocabulary import SavedVocabulary, vocabulary_of
 from modicum.torch.saving.weights import Form, Writing, threads_of, writing_of_model
 from modicum.torch.saving.writing import StateWriting, adamw_writing, tensors_writing
 from modicum.upstream.wrappers import canonical
@@ -97,6 +98,7 @@ class Parts:
     """Files that rank 0 writes: (path in the checkpoint, text)."""
     warnings: list[str] = field(default_factory=list)
     """About values of the model that are not written; the same on every rank."""
+    vocabulary: SavedVocabulary = field(default_factory=SavedVocabulary)
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,13 @@ def plan_of(
     """
     names = model.names
     texts, warnings = [] if ask.common is None else [(COMMON, ask.common)], []
+    vocabulary = SavedVocabulary()
     if ask.adapter_names is not None:
         writing = writing_of_adapters(model, ask.adapter_names, goal, ranks, ask.form)
         texts.append((CONFIG, config_text(model.module)))
     else:
         writing = writing_of_model(model, goal, ranks, ask.form)
-        warnings = _unsaved_states(model.module)
+        warnings, vocabulary = _unsaved_states(model.module), vocabulary_of(model, goal)
     state: StateWriting | None = None
     if optimizer is not None:
         texts.append((GROUPS_FILE, groups.text_of(optimizer, names)))
@@ -149,7 +152,7 @@ def plan_of(
         state = adamw_writing(adamw_state)
     elif optimizer is not None:
         state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts, ranks)
-    return planned_of(ask, goal, Parts(writing, state, texts, warnings), ranks)
+    return planned_of(ask, goal, Parts(writing, state, texts, warnings, vocabulary), ranks)
 
 
 def _unsaved_states(model: nn.Module) -> list[str]:

@@ -255,4 +255,9 @@ def publish(planned: PlannedSave, world_size: int, flight: CheckpointInFlight) -
     lock_limit_s = LOCK_LIMIT_S
     if planned.ask.sigterm.grace_s is not None:
         lock_limit_s = min(lock_limit_s, planned.ask.sigterm.grace_s / 2)
-    return flight.saving.publish(planned.written, more=more, lock_limit_s=lock_limit_s)
+    vocabulary = planned.parts.vocabulary
+    published = flight.saving.publish(
+        planned.written, more=more, lock_limit_s=lock_limit_s, vocabulary=vocabulary.entry
+    )
+    published["warnings"] += [vocabulary.warning] if vocabulary.warning else []
+    return published
