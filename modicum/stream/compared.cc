@@ -87,10 +87,8 @@ void ComparedChunks::compare(const Chunk& chunk, uint64_t times) const {
   const uint64_t got = is_checksum ? sum.checksum : sum.digest;
   if (got == expected) return;
   const StoredTensor& tensor = manifest_.tensors[chunk.stored];
-  fail(Category::integrity,
-       fmt::format("the values{} are not those that were saved",
-                   folder_.empty() ? "" : fmt::format(" in {}", folder_)),
-       {.file = manifest_.files[tensor.at.file].name,
+  fail(Category::integrity, "the values are not those that were saved",
+       {.file = folder_ + manifest_.files[tensor.at.file].name,
         .tensor = tensor.spec.fqn,
         .offset = tensor.at.begin + extent_of(chunk).begin,
         .expected = fmt::format("{} {:016x}", is_checksum ? "checksum" : "digest", expected),

@@ -76,8 +76,8 @@ TEST_P(ComparedKind, AChunkReadWholeIsComparedAtOnce) {
   const auto error = error_of([&] { rank.compare(); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::integrity);
-  EXPECT_EQ(error->facts().file, "model.safetensors");
-  EXPECT_EQ(error->what_happened(), "the values in optimizer/ are not those that were saved");
+  EXPECT_EQ(error->facts().file, "optimizer/model.safetensors");
+  EXPECT_EQ(error->what_happened(), "the values are not those that were saved");
   EXPECT_EQ(error->facts().tensor, "wide");
   EXPECT_EQ(error->facts().offset, saved.manifest.tensors[saved.wide].at.begin + kChunk);
 }

@@ -68,7 +68,7 @@ def expect_found(modicum: Path, reader: str, step: Path, tensor: str, file: Path
     error = failure(modicum, 12, *words_of(reader, step, out))
     assert error["category"] == "INTEGRITY"
     assert error["tensor"] == tensor, reader
-    assert error["file"] == file.name
+    assert error["file"] == str(file.relative_to(step))
     assert not out.exists() or not [of for of in out.iterdir() if of.name.startswith("step")]
     shutil.rmtree(out, ignore_errors=True)
 

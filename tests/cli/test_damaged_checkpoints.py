@@ -55,7 +55,7 @@ def test_a_restarted_job_goes_on(modicum: Path, model: Path, tmp_path: Path, fil
     assert all(one["damaged"] == [] for one in saved)
     flip(step / file)
     error = failure(modicum, 12, "resume", step, "--ranks", 2)
-    assert error["category"] == "INTEGRITY" and error["file"] == Path(file).name
+    assert error["category"] == "INTEGRITY" and error["file"] == file
     resumed = resume()
     assert resumed["resumed"]["step"] == 100
     assert resumed["state_digest"] == saved[0]["state_digest"]
