@@ -609,6 +609,10 @@ def test_save_only_model_saves_no_optimizer(two: Ranks, tmp_path: Path, model: s
     (answer, _) = two.ask("trains", folder=str(folder), save_only_model=True, **how)
     assert not (folder / "checkpoint-2" / "optimizer").exists()
     assert_reads(folder / "checkpoint-2", answer["end"])
+    # Trainer would go on at step 1 with a new optimizer and a new scheduler.
+    two.tell("trains", folder=str(folder), resume=str(folder / "checkpoint-1"), **how)
+    error = refused(two.hear())
+    assert "MISMATCH: the checkpoint has no optimizer state" in error and "checkpoint-1" in error
 
 
 def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:

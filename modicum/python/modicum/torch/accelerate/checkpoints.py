@@ -49,6 +49,7 @@ from modicum.upstream.patching import Wrapper
 from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import unwrapped
+from modicum.walk.saving import GROUPS_FILE
 
 _LEFT = (
     "modicum: accelerate and Trainer save this model, not Modicum: {}. The checkpoint has no "
@@ -368,6 +369,7 @@ class Checkpoints:
         directory = _checkpoint_of(Path(resume_from_checkpoint), 0)
         if directory is None or not trainer.is_fsdp_enabled:
             return original(trainer, resume_from_checkpoint, model)
+        _require_state(directory)
         resumed = trainer.model if model is None else model
         return self._load(trainer.accelerator, resumed, directory)
 
@@ -423,6 +425,19 @@ def _require_fsdp2(accelerator: Any, directory: Path) -> None:
     if not accelerator.is_fsdp2:
         what, got = "a resume from Modicum's checkpoint", str(accelerator.distributed_type)
         raise refusal("UNSUPPORTED", what, file=directory.name, expected="FSDP2", got=got)
+
+
+def _require_state(directory: Path) -> None:
+    """Raises `UsageError` on all ranks if a checkpoint of Modicum has no optimizer state: Trainer
+    would begin optimizer and scheduler anew, at the step of the checkpoint. Collective."""
+    with Ranks.of_world().together() as ranks:
+        has_state, _ = ranks.once((directory / GROUPS_FILE).exists, lambda: None)
+        if not has_state:
+            what = "the checkpoint has no optimizer state to resume from, as with "
+            what += "save_only_model=True"
+            expected = "a checkpoint saved without save_only_model; or, to begin a new run, its "
+            expected += "path in from_pretrained() and train() without resume_from_checkpoint"
+            raise refusal("MISMATCH", what, file=directory.name, expected=expected)
 
 
 def _require_new(directory: Path) -> None:
