@@ -13,6 +13,7 @@ or masters; ranks that read different checkpoints, or values that differ from th
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sharding import Cut  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 
 import modicum.torch  # noqa: E402
+from modicum.torch.dcp import ModicumWriter  # noqa: E402
 
 ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
 
@@ -199,6 +201,16 @@ def test_a_save_that_fails_leaves_nothing(
     for answer in worlds[2].ask("dcp_fails", directory=model, root=str(root), cut=TWO, how=how):
         assert words in answer, answer
     assert not root.exists() or [*root.iterdir()] == []
+
+
+def test_a_tensor_beside_the_model_is_named(tmp_path: Path) -> None:
+    """Its array is a value."""
+    model, rng = torch.nn.Linear(2, 3), torch.get_rng_state()
+    save = partial(dcp.save, storage_writer=ModicumWriter(tmp_path / "steps", step=1))
+    with pytest.raises(dcp.api.CheckpointException, match="'rng' at its top level.* its .numpy"):
+        save({"model": model.state_dict(), "rng": rng})
+    assert not (tmp_path / "steps").exists()
+    save({"model": model.state_dict(), "rng": rng.numpy()})
 
 
 def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:

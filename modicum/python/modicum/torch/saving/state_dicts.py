@@ -13,7 +13,7 @@ dict may lie deeper, too, and may be flattened: `state.NAME.KEY` and `param_grou
 state dict without a model's tensors is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
@@ -125,10 +125,23 @@ def split(state: Mapping[str, Any]) -> SplitStateDict:
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
-        raise split_keys_error("model", map(flat_key, prefixes))
+        raise _several_places(prefixes, tensors)
     values = {flat_key(place): value for place, value in rest if place not in tensors}
     model = {str(place[-1]): value for place, value in tensors.items()}
     return SplitStateDict(model, prefixes.pop(), optim, at or (), values, is_flat)
+
+
+def _several_places(prefixes: Collection[Place], tensors: Collection[Place]) -> UsageError:
+    """The error of a state dict with tensors at several places, such as a model's next to the state
+    of a random number generator. It names a tensor at the top level."""
+    error = split_keys_error("model", map(flat_key, prefixes))
+    first = next((place for place in tensors if len(place) == 1), None)
+    if first is None or len(prefixes) == 1:
+        return error
+    what = f"the state dict has the tensor '{flat_key(first)}' at its top level, next to the model"
+    expected = "its .numpy(), which is a value, or the tensor in extra_per_rank of "
+    expected += "modicum.torch.save"
+    return refusal("UNSUPPORTED", what, expected=expected)
 
 
 def with_values_of_all(split_: SplitStateDict, ranks: Ranks) -> SplitStateDict:
