@@ -121,20 +121,24 @@ class Initialiser:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The complete tensor, contiguous, on the CPU. It is valid until the next call for a tensor
-        of another module. `dtype`: of a copy, if it is not the tensor's own."""
+        """The complete tensor, contiguous, on the CPU. It is valid until `free`, or the next call
+        for a tensor of another module. `dtype`: of a copy, if it is not the tensor's own."""
         if name not in self._made_in:
             raise refusal("USAGE", "the Initialiser was not made for this tensor", tensor=name)
         group, attribute = self._made_in[name]
         if group is not self._kept_group:
-            self._kept_group = None
-            self._tensors.clear()
+            self.free()
             self._make(group, name)
             self._kept_group = group
         value = self._tensors[attribute]
         if dtype in (None, value.dtype):
             return value
         return self._empty(tuple(value.shape), dtype=dtype).copy_(value)
+
+    def free(self) -> None:
+        """Drops the tensors of the last module; a later call of `whole` makes them again."""
+        self._kept_group = None
+        self._tensors.clear()
 
     def _drop_siblings(self) -> None:
         """Removes tensors that were not asked for from the groups."""

@@ -74,6 +74,7 @@ def run(planned: PlannedLoad, model: Model, ranks: Ranks) -> LoadReport:
             compared = compared_by_all(plan.checkpoint, loaded.outcome["compared"], ranks)
     finally:
         ledger.limit_bytes = outside
+        planned.initialiser.free()  # before the optimizers allocate
     # Now all ranks have loaded: tensors on meta may get memory.
     with without_weak_references(model.module):
         _hand_over(planned, model, loaded, storages)
