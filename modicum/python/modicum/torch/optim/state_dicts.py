@@ -15,7 +15,7 @@ from modicum.upstream.torch_core import local_of
 IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 """Group options that select one of torch's implementations, with torch's defaults."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CHUNK = 1 << 20  # elements
+_CHUNK = 1 << 15  # elements; a float32 copy of a piece is negligible memory
 
 Values = dict[str, Any]
 """`step`, and one-dimensional tensors by name. A moment of None is all zeros."""
@@ -24,7 +24,7 @@ NotedEntry = Mapping[str, tuple[Any, int]]
 
 
 def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, elements) of consecutive pieces of at most 2^20 elements."""
+    """(first element, elements) of consecutive pieces of at most 2^15 elements."""
     for at in range(0, line.numel(), _CHUNK):
         yield at, line[at : at + _CHUNK]
 
