@@ -174,10 +174,14 @@ def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
             options=front.SaveOptions(adapters=True),
         )
     plain = wrapped("lora", 1)
-    whole = front.save(
-        plain, tmp_path / "steps", step=2, options=front.SaveOptions(adapters=False, source=source)
-    )
+    options = front.SaveOptions(adapters=False, source=source)
+    with pytest.warns(UserWarning, match="from_pretrained would drop them") as warned:
+        whole = front.save(plain, tmp_path / "steps", step=2, options=options)
+    assert [f"modicum: {text}" for text in whole.warnings] == [str(warned[0].message)]
     assert "model.norm.weight" in torch_front.stored_in(Path(whole.path))
+    merged = wrapped("lora", 1).merge_and_unload()
+    options = front.SaveOptions(source=source)
+    assert not front.save(merged, tmp_path / "merged", step=2, options=options).warnings
     plain.add_adapter("other", CONFIGS["lora"]())
     with pytest.raises(UsageError, match="default, other"):
         front.save(plain, tmp_path / "steps", step=3)

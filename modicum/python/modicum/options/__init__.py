@@ -102,8 +102,9 @@ class SaveOptions(Options):
     """Either "copy" (the default) or "drop" tensors of the source that the model does not use."""
     adapters: bool | None = None
     """True: only PEFT's adapters and what PEFT saves with them, in the files that `PeftModel`
-    reads. False: all tensors. None: True if the model is a `PeftModel` that trains nothing else,
-    and otherwise False."""
+    reads. False: all tensors; `resume` reads the adapters then, `from_pretrained` does not: for it
+    save what `merge_and_unload()` returns. None: True if the model is a `PeftModel` that trains
+    nothing else, and otherwise False."""
     grace: float | None = None
     """Seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back until
     the checkpoint is committed, and then ends the process. All ranks raise `PreemptedError` if a

@@ -63,6 +63,15 @@ def why_not_alone(module: nn.Module) -> str | None:
     return f"it trains {others[0]}, which PEFT's file lacks" if others else None
 
 
+def whole_peft_warnings(module: nn.Module) -> list[str]:
+    """A warning if a save of all tensors is that of a PeftModel."""
+    if not _is_wrapped(module):
+        return []
+    what = "the checkpoint has adapters among the tensors of the model: modicum.torch.resume "
+    what += "reads them, but from_pretrained would drop them, and initialise the tensors of "
+    return [f"{what}modules_to_save anew: for it, save what merge_and_unload() returns"]
+
+
 def _is_wrapped(module: nn.Module) -> bool:
     module = inside_wrappers(module)
     return hasattr(type(module), "get_base_model") and hasattr(module, "peft_config")

@@ -18,7 +18,12 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
-from modicum.torch.saving.adapters import CONFIG, config_text, writing_of_adapters
+from modicum.torch.saving.adapters import (
+    CONFIG,
+    config_text,
+    whole_peft_warnings,
+    writing_of_adapters,
+)
 from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
 from modicum.torch.saving.replicas import require_equal
 from modicum.torch.saving.sigterm import Sigterm
@@ -141,7 +146,8 @@ def plan_of(
         texts.append((CONFIG, config_text(model.module)))
     else:
         writing = writing_of_model(model, goal, ranks, ask.form)
-        warnings, vocabulary = _unsaved_states(model.module), vocabulary_of(model, goal)
+        warnings = [*_unsaved_states(model.module), *whole_peft_warnings(model.module)]
+        vocabulary = vocabulary_of(model, goal)
     state: StateWriting | None = None
     if optimizer is not None:
         texts.append((GROUPS_FILE, groups.text_of(optimizer, names)))
