@@ -12,7 +12,7 @@ trained.
 import json
 import random
 import re
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, IntEnum
@@ -108,6 +108,16 @@ def test_values_come_back(place: str, tmp_path: Path) -> None:
     through = PLACES[place][1]
     for value, expected in [*((value, value) for value in VALUES), *NORMALISED]:
         assert_same(through(value, tmp_path), expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keys_are_sorted(place: str, tmp_path: Path) -> None:
+    """Texts are not, except in `extra`, which is compared between ranks."""
+    through = PLACES[place][1]
+    expected = ["a", "b"] if place == "extra" else ["b", "a"]
+    assert [*through({"b": 1, "a": 2}, tmp_path)] == expected
+    assert [*through({2: 0, "x": 0, 1: 0}, tmp_path)] == ["x", 1, 2]
+    assert type(through(defaultdict(list, {"a": [1]}), tmp_path)) is dict
 
 
 class Number(IntEnum):

@@ -95,10 +95,10 @@ class AsyncSave:
     """A save in the background, returned by `async_save`. Use it from the training thread.
 
     The checkpoint becomes visible when every rank has written its part and then has called an
-    optimizer's step, a method of this object or another save, exits, or handles a SIGTERM that
-    `grace` holds. It is no `concurrent.futures.Future`: do not pass it to `futures.wait`,
-    `as_completed` or `asyncio.wrap_future`, which block the training thread without calling any of
-    these, and would wait for ever.
+    optimizer's step, a method of this object or another save, exits (`destroy_process_group()` and
+    `os._exit()` do not wait), or handles a SIGTERM that `grace` holds. It is no
+    `concurrent.futures.Future`: `futures.wait`, `as_completed` and `asyncio.wrap_future` block the
+    training thread without calling any of these, and would wait for ever.
     """
 
     def __init__(

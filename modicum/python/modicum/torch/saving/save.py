@@ -60,9 +60,10 @@ def save(
             `range(resume(...).step, steps)` goes on where the run ended.
         optimizer: `modicum.torch.AdamW`, or one whose state has numbers and tensors of the
             parameters' shapes; also in accelerate's wrapper. Includes options. None: no state.
-        extra: a dict of values that come back with their types, such as a scheduler's state: None,
-            numbers, str, bytes, lists, tuples, dicts, dtypes, and tensors and arrays of up to 64
-            KiB (docs/reference/checkpoints.md); the same on every rank.
+        extra: a dict of values such as a scheduler's state: None, numbers, str, bytes, lists,
+            tuples, dicts, dtypes, and tensors and arrays of up to 64 KiB; the same on every rank.
+            They come back with their types, but a scalar of numpy as a number, an OrderedDict or
+            defaultdict as a dict, and keys of dicts sorted (docs/reference/checkpoints.md).
         extra_per_rank: this rank's own such value, also with large tensors; on all ranks or none.
         keep: the number of complete checkpoints to keep, including this one; None: all.
         budget: as for `load`; the promised peak includes what the processes hold already.
