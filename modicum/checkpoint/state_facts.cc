@@ -89,7 +89,8 @@ StateFacts parse_state(const std::string& text) {
   }
   if (optimizer != "adamw") {
     fail(Category::unsupported,
-         "the state is of another optimizer: --optimizer none, or no optimizer, loads the weights",
+         "the state is of another optimizer, or of one that its import did not name: "
+         "--optimizer none, or no optimizer, loads the weights",
          {.file = kStateFile, .expected = "adamw", .got = printable(optimizer)});
   }
   if (row_of(facts.format).has_scales() && codes != kCodes) {

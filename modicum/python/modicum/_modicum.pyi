@@ -80,9 +80,15 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         of load, step, save, resume and step_resumed. `job_fits` is about that save and resume, `fits`
         about load and steps; it is there with a budget, and `job_shortfall_bytes` if it is False. If
         either is False, `would_fit` has changes with which all fit, those on as many nodes first: dicts
-        of `flags` (one text), the changed values, `peak_bytes` of load and steps, and `lossless` or
-        `lossy`, a text that says which values stay or get lost. A node's sum includes 8 MiB of the
-        process that starts its ranks; torchrun holds about 150 MiB.
+        of `flags` (one text), all values with the changes (strategy, staging_bytes, state_format,
+        dtype, ranks_per_node), `peak_bytes` of load and steps, and `lossless` or `lossy`, a text that
+        says which values stay or get lost. A node's sum includes 8 MiB of the process that starts its
+        ranks; torchrun holds about 150 MiB. `strategies[i]["ranks"]` has each rank's `peak_bytes` of
+        load and steps.
+
+        Not included: what torch allocates for activations, for units that FSDP2 has gathered and for
+        communication. A process keeps much of it after its first steps (160 MiB and more), and a later
+        `save(budget=)` counts it.
 
     Raises:
         FormatError: a header or the index is malformed.

@@ -9,6 +9,7 @@ error; a model that keeps half of a load that failed; a stored tensor that is in
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,19 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
             load(model, checkpoint_of("llama"), optimizer=optimizer)
         assert raised.value.tensor == "model.embed_tokens.weight"
         assert_empty(model)
+
+
+def test_a_name_that_an_inner_model_has_in_the_file_is_announced() -> None:
+    """A tied model whose file has both names is none of these."""
+    wrapper = nn.Module()
+    wrapper.lm, wrapper.model = empty("llama"), nn.ModuleDict({"norm": nn.LayerNorm(8)})
+    with pytest.warns(UserWarning, match=r"'model.norm.weight' .*into 'lm.model.norm.weight'"):
+        load(wrapper, checkpoint_of("llama"))
+    assert_same(wrapper.lm.model.norm.weight, from_pretrained("llama").model.norm.weight, "norm")
+    assert wrapper.model["norm"].weight.eq(1).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(empty("llama_tied_head_stored"), checkpoint_of("llama_tied_head_stored"))
 
 
 # ---- heads
@@ -542,6 +556,7 @@ def test_a_buffer_on_meta_that_no_file_holds_is_refused() -> None:
 
 IMPORT = """
 import sys
+import warnings
 import torch, torch.nn, torch.distributed, torch.utils
 import torch._dynamo  # patches torch; without this line torch could import it during the test
 places = [torch, torch.nn, torch.nn.Module, torch.nn.Parameter, torch.nn.init, torch.nn.functional,

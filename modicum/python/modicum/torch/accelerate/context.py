@@ -63,7 +63,7 @@ def loading(
 
     The context must enclose `from_pretrained`, `prepare` or `Trainer.train`, and `save_state` and
     `load_state`: outside of it accelerate saves and loads by itself. A directory of `save_state` is
-    one checkpoint, complete if it has COMMIT; `load_state(DIR)` of another raises `IntegrityError`,
+    one checkpoint, complete if it has COMMIT; `load_state(DIR)` without it raises `IntegrityError`,
     and `load_state()` skips it. In the context `accelerator.save_model` and `Trainer.save_model`
     write Hugging Face files through Modicum (docs/guide/accelerate.md). Every rank enters it with
     the same arguments, on one thread. The innermost of nested contexts applies.

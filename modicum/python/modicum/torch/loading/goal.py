@@ -205,16 +205,20 @@ def _warn_of_names(recipe: Recipe, stored: Collection[str], model: Model) -> Non
     """Warns about stored tensors that `missing` replaces because their shapes differ, and about
     tensors of the model with the name of a stored one that another tensor gets."""
     sources = sources_of(recipe.targets)
-    for name in sorted(sources & model.tensors.keys()):
-        node = recipe.targets.get(name)
-        node = recipe.targets[node["of"]] if node is not None and node["op"] == "alias" else node
-        if node is not None and name in stored_under(node):
-            continue
-        what = (
-            f"the model's tensor '{name}' is not the stored one of this name, which is loaded into "
-        )
-        what += "a part of the model: a save of both is refused; another name is not"
-        warnings.warn(f"modicum: {what}", stacklevel=3)
+    members = model.structure.members
+    inner = {
+        read: name
+        for name, node in recipe.targets.items()
+        if members[name].root is not None
+        for read in stored_under(node)
+    }
+    for name in sorted(inner.keys() & members.keys()):
+        if members[name].root is None:
+            what = (
+                f"the model's tensor '{name}' is not the stored one of this name, which is loaded "
+            )
+            what += f"into '{inner[name]}': a save of both is refused; another name is not"
+            warnings.warn(f"modicum: {what}", stacklevel=3)
     made_anew = (name for name, node in recipe.targets.items() if node["op"] in ("init", "caller"))
     if lost := [name for name in made_anew if name in stored and name not in sources]:
         what = f"{counted(len(lost), 'stored tensor', verb=True)} of another shape and not used, "
