@@ -87,8 +87,8 @@ def test_the_guide_has_the_bytes_with_children(
     with the measured ones. The parameters are in torch's own memory."""
     page = " ".join((root / "docs/reference/adamw.md").read_text().split())
     (figures,) = re.findall(
-        r"the table's 16 becomes ([\d.]+) bytes per float32 parameter, "
-        r"and its 14, 10 and 8\.0625 become ([\d.]+), [\d.]+ and ([\d.]+) per bfloat16",
+        r"of a float32 parameter from 16 to (\d+\.\d+), "
+        r"of a bfloat16 one from 14, 10 and 8\.0625 to (\d+\.\d+), [\d.]+ and (\d+\.\d+)",
         page,
     )
     for name, figure in zip(INHERITED, figures, strict=True):
