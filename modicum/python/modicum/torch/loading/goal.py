@@ -178,7 +178,7 @@ def goal_of_source(
             recipe = build_recipe(
                 model.module, stored, structure=structure, present=present, **arguments
             )
-        _warn_of_names(recipe, stored, model)
+            _warn_of_names(recipe, stored, model)
         return [text_with_callers(recipe), list(recipe.missing), recipe.grown, recipe.norms]
 
     # Only rank 0 makes the recipe, which takes transformers seconds of CPU. Memory is measured
