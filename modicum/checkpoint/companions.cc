@@ -140,6 +140,7 @@ std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
 }
 
 NewConfig config_of(const std::string& config, const ConfigChange& change) {
+  if (!change.form && !change.vocabulary) return {config};
   ConfigEdits found(config, change);
   try {
     read_json(config, [&](JsonValue& root) { found.object(root); });

@@ -33,9 +33,9 @@ def phase(
     Phases may nest, also those of several threads. A thread takes the samples, at a rate that uses
     at most 2 % of a core (5 % with children). A sample reads one file of /proc in 0.1 ms; with
     children, whose shared pages the kernel must count, it takes up to 50 ms per GiB. While the
-    block holds the GIL there
-    are no samples, but the kernel's high-water mark still records the peak of this process. If the
-    program runs under `modicum watch`, the phase is recorded there, too. Linux only.
+    block holds the GIL there are no samples, but the kernel's high-water mark still records the
+    peak of this process. If the program runs under `modicum watch`, the phase is recorded there,
+    too. Linux only.
 
     A recording keeps at most 16,384 samples for `write` and `draw`. When there are more, it keeps
     every second one, of two neighbours the one with more bytes, and so on. The figures of a `Phase`

@@ -234,8 +234,8 @@ class ModicumWriter(StorageWriter, AsyncStager):
             state = state_of(found, texts, ranks)
             texts.append((GROUPS_FILE, groups_text(parts, kind)))
         vocabulary = SavedVocabulary() if model is None else vocabulary_of(model, goal)
-        parts_ = Parts(writing, state, texts, vocabulary=vocabulary)
-        planned = planned_of(ask, goal, parts_, ranks)
+        saved = Parts(writing, state, texts, vocabulary=vocabulary)
+        planned = planned_of(ask, goal, saved, ranks)
         write(planned, ranks, self._flight)
         self._kept = (planned, ranks.world_size) if ranks.rank == 0 else None
 

@@ -154,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
         self._bound = BoundParameters()
 
         def bind() -> None:
-            _modicum.state_format_of("float32", [1], self.state_format)  # known to users
+            _modicum.state_format_of("float32", [1], self.state_format)  # one that users can give
             self._checked(self.param_groups)
             self._follow()
 
